@@ -207,7 +207,11 @@ def shipped(level: str | None = None) -> CastLists:
     """Returns the lists that come with ampatch, with the level's own file laid over them if it has one."""
     if level is not None:
         name = LEVELS[level].lists
-        return shipped() if name is None else shipped()._overlaid(*_of_package(name))
+        if name is None:
+            return shipped()
+        parsed, file = Reading(name), files("ampatch.lists") / name
+        parsed.add_overlay(compose_own(file))
+        return shipped()._overlaid(name, file.read_text("utf-8"), parsed.changes(), parsed.modules)
     parsed = Reading()
     for treatment in Treatment:
         parsed.source = f"{treatment.value}.yaml"
@@ -224,13 +228,6 @@ def peer(name: str) -> CastLists:
     parsed = Reading(f"{name}.yaml", resolve=False)
     parsed.add_overlay(compose_own(files("ampatch.lists") / "peers" / parsed.source))
     return CastLists(types.MappingProxyType({key: rule for key, rule in parsed.changes() if rule is not None}))
-
-
-def _of_package(name: str) -> tuple[str, str, Changes, list[ModuleRules]]:
-    """Returns what `_read_overlay` does, for a file of the package."""
-    parsed, file = Reading(name), files("ampatch.lists") / name
-    parsed.add_overlay(compose_own(file))
-    return name, file.read_text("utf-8"), parsed.changes(), parsed.modules
 
 
 def _read_overlay(overlay: object) -> tuple[str, str, Changes, list[ModuleRules]]:

@@ -362,7 +362,6 @@ class Reading:
 
         Otherwise records a fault, unless the function is missing and the entry optional.
         """
-        options = entry.options
         try:
             owner = find_owner(path.namespace)
         except PathError as error:
@@ -376,8 +375,7 @@ class Reading:
             self._fault_once(entry.namespace, mistaken)
             return False
         try:
-            conditions = options.get("when", ()), options.get("via_dtype", False), options.get("formats")
-            unfit = rules.unlistable_reason(path, owner, find(path), *conditions)
+            unfit = rules.unlistable_reason(path, owner, find(path), self._rule(path, entry))
         except PathError as error:
             if entry.is_optional:
                 return False
@@ -510,10 +508,7 @@ def _typed(listing: _Listing) -> str:
 
 def unfit_reason(rule: Rule, path: Path) -> str | None:
     """Returns a sentence on why the rule of a pattern does not fit a function that it matches; None if it does."""
-    function: Any = find(path)
-    fitting = _fitting({"via_dtype": rule.via_dtype, "formats": rule.formats}, path)
-    owner = find_owner(path.namespace)
-    return rules.unlistable_reason(path, owner, function, rule.when, fitting["via_dtype"], fitting["formats"])
+    return rules.unlistable_reason(path, find_owner(path.namespace), find(path), fitting_rule(rule, path))
 
 
 def fitting_rule(rule: Rule, path: Path) -> Rule:

@@ -196,10 +196,8 @@ def _as_typed(value: object) -> str:
     return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
 
 
-def unlistable_reason(
-    path: Path, owner: object, function: Any, when: When = (), via_dtype: bool = False, formats: Formats | None = None
-) -> str | None:
-    """Returns a sentence on why the object at a path cannot be listed with these options; None if it can."""
+def unlistable_reason(path: Path, owner: object, function: Any, rule: Rule | None = None) -> str | None:
+    """Returns a sentence on why the object at a path cannot be listed, or not with a rule's options; None if it can."""
     if not isinstance(owner, (types.ModuleType, type)):
         return f"{path.namespace!r} is {type(owner).__name__!r}; expected a module or a class."
     if isinstance(owner, type) and is_fixed(owner):
@@ -210,6 +208,7 @@ def unlistable_reason(
         return f"{path} is a class, not a function; name a method of it, such as `{path}: [forward]`."
     if not callable(function):
         return f"{path} is {type(function).__name__!r}, not a function."
+    when, via_dtype, formats = ((), False, None) if rule is None else (rule.when, rule.via_dtype, rule.formats)
     if formats is not None and not formats.fit(path):
         return f"`products: device` is for torch's {', '.join(MULTIPLYING)}; leave it out, and {path} is emulated."
     readable = signatures.parameter_names(function) if when or via_dtype else ()  # reading a signature takes long

@@ -12,7 +12,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,9 +37,8 @@ from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.native.calls import Kind, PlainCast
 from ampatch.patching import recurrent_weights
 from ampatch.patching.cast_labels import named
-from ampatch.patching.emulation import Emulation, Rounds
+from ampatch.patching.emulation import Casts, Emulation
 from ampatch.patching.fused_linear import LinearCalls
-from ampatch.patching.recurrent_weights import Layout
 from ampatch.patching.scaled_products import ScaledProducts
 from ampatch.switch import dtype_in_region, is_in_region, is_set_by_autocast
 from ampatch.torch_private.operators import LINEAR
@@ -125,25 +124,6 @@ def _instead_of_in_place(name: str) -> str:
     form = name.removeprefix("__i").removesuffix("__") if name in IN_PLACE_OPERATORS else name[:-1]
     other = f"Use the out-of-place form ({form})" if is_in_place(name) else "Pass inplace=False"
     return f"{other}, or call it on tensor.float()."
-
-
-class Casts(Rounds, Protocol):
-    """An object that casts tensors, and may keep the casts."""
-
-    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor of a castable type, cast to ``dtype``."""
-
-    def cast_together(
-        self,
-        weights: Sequence[Tensor],
-        dtype: torch.dtype,
-        layout_of: Callable[[], Layout],  # noqa: ARG002 - for caches that lay them out
-    ) -> list[Tensor]:
-        """Returns the weights of a recurrent layer, cast to ``dtype``. This default gives each cast its own memory.
-
-        Compilers do not trace it: in compiled code, the weights are cast like all other arguments.
-        """
-        return recurrent_weights.cast_each(weights, dtype, self.cast)
 
 
 @dataclass(eq=False)
@@ -342,10 +322,7 @@ class Adapters(TensorCasts):
             CastListError: the rule has a condition on an argument that the function does not have.
         """
         if rule.formats is None:
-            treated = self.for_treatment(
-                rule.treatment, rule.path, original, rule.via_dtype, rule.instead, is_listed=True
-            )
-            adapter = self._labelled(treated, rule.path)
+            adapter = self._labelled(self.for_treatment(rule, original, is_listed=True), rule.path)
         else:
             adapter = self._in_formats(rule, rule.formats, original)
         if not rule.when:
@@ -370,19 +347,17 @@ class Adapters(TensorCasts):
         otherwise = self.in_half(InHalf.BESIDE, rule.path, original) if is_half else UNCHANGED
         return Adapter.choosing(lambda *given: adapter if applies(*given) else otherwise, adapter)
 
-    def for_registration(
-        self, path: Path, treatment: Treatment, dtype: torch.dtype | None, original: Function
-    ) -> Adapter:
+    def for_registration(self, rule: Rule, dtype: torch.dtype | None, original: Function) -> Adapter:
         """Returns the adapter of a registered function.
 
         Args:
-            path: path of the function.
-            treatment: treatment that the user registered.
+            rule: what the user registered.
             dtype: half type to cast to instead of the session's, if given. In-place functions ignore it.
             original: the function.
         """
+        path = rule.path
         if dtype is None or is_in_place(path.name):
-            return self._labelled(self.for_treatment(treatment, path, original), path)
+            return self._labelled(self.for_treatment(rule, original), path)
         adapter = self._obeying(self._to[dtype], original, "to", dtype)
         return self._labelled(self._unless_in_place(adapter, path, original, refuse_half=False), path)
 
@@ -390,21 +365,14 @@ class Adapters(TensorCasts):
         """Returns an adapter that labels its casts if asked for; drops `plain_cast`, as C++ sets none."""
         return replace(adapter, adapt=named(adapter.adapt, str(path)), plain_cast=None) if self.labelled else adapter
 
-    def for_treatment(
-        self,
-        treatment: Treatment,
-        path: Path,
-        original: Function | None = None,
-        via_dtype: bool = False,
-        instead: str | None = None,
-        is_listed: bool = False,
-    ) -> Adapter:
-        """Returns the adapter of a function under a treatment; the path's name shows if the function is in-place.
+    def for_treatment(self, rule: Rule, original: Function | None = None, is_listed: bool = False) -> Adapter:
+        """Returns the adapter of a function under a rule without formats and conditions.
 
         A function that no list names always casts: the user has decorated or registered it.
         """
+        path, treatment = rule.path, rule.treatment
         if treatment is Treatment.BANNED and not self.allow_banned:
-            return Adapter(self._banned(path, instead))
+            return Adapter(self._banned(path, rule.instead))
         if is_in_place(path.name):
             return Adapter(self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST))
         if treatment is Treatment.WHITELIST:
@@ -419,7 +387,7 @@ class Adapters(TensorCasts):
                 return Adapter(adapter.adapt, plain_cast, self.linear.call)
         elif treatment is Treatment.PROMOTE:
             adapter = self._obeying(self._to_widest, original, "promote")
-        elif via_dtype:
+        elif rule.via_dtype:
             adapter = self._obeying(self._via_dtype, original, "via_dtype", torch.float32)
         else:
             adapter = self._obeying(self._to[torch.float32], original, "to", torch.float32)
@@ -435,8 +403,7 @@ class Adapters(TensorCasts):
         if rule.treatment is Treatment.BLACKLIST and (self.hears_regions or rule.needs_float32):
             chosen = self._float32_of_all
         if self.hears_regions:
-            treated = self.for_treatment(rule.treatment, rule.path, original, is_listed=True)
-            otherwise = self._labelled(treated, rule.path)
+            otherwise = self._labelled(self.for_treatment(rule, original, is_listed=True), rule.path)
         else:
             otherwise, chosen = self.in_half(InHalf.BESIDE, rule.path, original), _unless_disabled(chosen)
 
@@ -449,22 +416,14 @@ class Adapters(TensorCasts):
             return self._half_dtype_for(tensor) if dtype is self.half_dtype else dtype
 
         if formats.format.is_torchs and formats.grad == formats.format:
-            return for_format(self.for_registration(rule.path, rule.treatment, formats.format.dtype, original))
+            return for_format(self.for_registration(rule, formats.format.dtype, original))
         if formats.are_devices:
             # Half weights change without notice, for example when a master is written.
             kept = self.cache.kept if self.hears_regions else None
             products = ScaledProducts(rule.path, formats, chosen, type_of, kept)
             call = named(products.call, str(rule.path)) if self.labelled else products.call
             return replace(otherwise, plain_cast=None, instead=call)
-        emulation = Emulation(
-            rule,
-            formats,
-            original,
-            chosen,
-            type_of,
-            lambda tensor, dtype: self._casts[dtype](tensor),
-            self.cache.round,
-        )
+        emulation = Emulation(rule, formats, original, chosen, type_of, self.cache)
         adapt = self._obeying(emulation.adapt, original, "to").adapt
         return for_format(self._labelled(Adapter(adapt, finish=emulation.finish), rule.path))
 
@@ -493,7 +452,7 @@ class Adapters(TensorCasts):
         """Returns the adapters of decorated functions, by the name of a list or of a half type."""
         decorated = Path("decorated", "function")
         kinds = (kind for kind in Treatment if kind is not Treatment.BANNED)
-        adapters = {kind.value: self.for_treatment(kind, decorated) for kind in kinds}
+        adapters = {kind.value: self.for_treatment(Rule(decorated, kind, "decorated")) for kind in kinds}
         adapters |= {name: self._obeying(self._to[dtype], None, "to", dtype) for name, dtype in HALF_DTYPES.items()}
         return {name: adapter.adapt for name, adapter in adapters.items()}
 

@@ -20,7 +20,8 @@ from ampatch.cast_lists.spellings import spellings
 from ampatch.casting.nested import Adapt
 from ampatch.function_wrapper import unwrapped
 from ampatch.half_types import HALVES
-from ampatch.patching.adapters import Adapters, Casts, Function, InHalf
+from ampatch.patching.adapters import Adapters, Function, InHalf
+from ampatch.patching.emulation import Casts
 from ampatch.switch import KINDS
 from ampatch.torch_private.operators import WEIGHT_NORM
 
@@ -107,11 +108,6 @@ class CastingBesideHalf(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Uncached(Casts):
-    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return tensor.to(dtype)
-
-
 _adapts: dict[Function, Adapt] = {}
 
 
@@ -119,7 +115,7 @@ def prepare_mode() -> None:
     """Prepares `CastingBesideHalf`, once in a process. Must run before torch.compile traces the mode."""
     if _adapts:
         return
-    adapters = Adapters(torch.float16, _Uncached(), {*KINDS, "meta"}, hears_regions=False)
+    adapters = Adapters(torch.float16, Casts(), {*KINDS, "meta"}, hears_regions=False)
     for path, treatment in functions():
         function: Any = unwrapped(find_or(path))
         _adapts.setdefault(function, adapters.in_half(treatment, path, function).adapt)

@@ -30,7 +30,8 @@ from ampatch.casting import cast_observers
 from ampatch.casting.nested import Adapt, Arguments, TensorCast, cast_tensors
 from ampatch.compilers import constant_while_traced, traced_within_others
 from ampatch.function_wrapper import unwrapped
-from ampatch.patching.adapters import Adapters, Casts, Function
+from ampatch.patching.adapters import Adapters, Function
+from ampatch.patching.emulation import Casts
 from ampatch.patching.wrappers import explain
 from ampatch.switch import KINDS
 from ampatch.torch_private.modes import len_dispatch_stack
@@ -124,7 +125,7 @@ class CastRules:
                 continue
             found.append((rule, function))
             if is_registered:
-                adapter = adapters.for_registration(rule.path, rule.treatment, dtype, function)
+                adapter = adapters.for_registration(rule, dtype, function)
                 reason = f"ampatch: {rule.path} is registered for the {rule.treatment.value}."
             else:
                 adapter = adapters.for_rule(rule, function)

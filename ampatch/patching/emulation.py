@@ -7,8 +7,8 @@ by name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,31 @@ from ampatch.casting.nested import CASTABLE, Arguments, TensorCast, cast_tensors
 from ampatch.casting.rounding import as_argument, as_result
 from ampatch.errors import BannedFunctionError
 from ampatch.formats import Format
-from ampatch.patching.recurrent_weights import is_recurrent
+from ampatch.patching.recurrent_weights import Layout, is_recurrent
 
 
-class Rounds(Protocol):
-    """An object that rounds tensors to formats, and may keep what is made of a weight."""
+class Casts:
+    """Casts tensors and rounds them to formats. A subclass may keep what is made of a weight."""
 
     def kept(self, tensor: Tensor, dtype: torch.dtype | None, make: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002
         """Returns ``make()``. A cache may return what it made of a weight for ``dtype`` before; None: never."""
         return make()
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor of a castable type, cast to ``dtype``."""
+        return tensor.to(dtype)
+
+    def cast_together(
+        self,
+        weights: Sequence[Tensor],
+        dtype: torch.dtype,
+        layout_of: Callable[[], Layout],  # noqa: ARG002 - for caches that lay them out
+    ) -> list[Tensor]:
+        """Returns the weights of a recurrent layer, cast to ``dtype``, each in its own memory.
+
+        Compilers do not trace it: in compiled code, the weights are cast like all other arguments.
+        """
+        return [weight if weight.dtype is dtype else self.cast(weight, dtype) for weight in weights]
 
     def round(self, tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
         """Returns a tensor of a castable type, rounded to a format, in ``dtype``; no rounded weight is kept."""
@@ -122,8 +138,7 @@ class Emulation:
         original: the function.
         type_of_call: function that returns the type that a call computes in by the lists; None: it is not cast.
         type_of: function that returns that type for one tensor, given the type of the call; None: it is not cast.
-        cast: function that casts a tensor.
-        round: function that rounds a tensor to a format, in a type.
+        casts: object that casts and rounds tensors.
     """
 
     def __init__(
@@ -133,12 +148,11 @@ class Emulation:
         original: Callable[..., Any],
         type_of_call: Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype | None],
         type_of: Callable[[Tensor, torch.dtype], torch.dtype | None],
-        cast: Callable[[Tensor, torch.dtype], Tensor],
-        round: Callable[[Tensor, Format, torch.dtype], Tensor],
+        casts: Casts,
     ) -> None:
         self._format, self._grad = formats
         self._computes_in = {dtype: dtype if self._format.is_within(dtype) else torch.float32 for dtype in CASTABLE}
-        self._type_of_call, self._type_of, self._cast, self._round = type_of_call, type_of, cast, round
+        self._type_of_call, self._type_of, self._casts = type_of_call, type_of, casts
         self._operands = Operands(rule.path.name, original)
         self._refusal = (
             f"{rule.path} ({rule.source}) computes in {self._format}, and cannot write to an argument. Call the form "
@@ -164,11 +178,11 @@ class Emulation:
 
         def rounded(tensor: Tensor) -> Tensor:
             wanted = computes_in(tensor)
-            return tensor if wanted is None else self._round(tensor, self._format, wanted)
+            return tensor if wanted is None else self._casts.round(tensor, self._format, wanted)
 
         def cast(tensor: Tensor) -> Tensor:
             wanted = computes_in(tensor)
-            return tensor if wanted is None else self._cast(tensor, wanted)
+            return tensor if wanted in (None, tensor.dtype) else self._casts.cast(tensor, wanted)
 
         return self._operands.changed(args, kwargs, rounded, cast)
 

@@ -67,10 +67,14 @@ class Registration:
         """Path of the function, for messages."""
         return Path(getattr(self.owner, "__qualname__", getattr(self.owner, "__name__", repr(self.owner))), self.name)
 
+    @property
+    def rule(self) -> Rule:
+        """Rule of the function, apart from the half type."""
+        return Rule(self.path, self.treatment, "registered")
+
     def as_edit(self) -> Edit:
         """Returns the registration as an edit of the lists, for warnings about edits."""
-        rule = Rule(self.path, self.treatment, "registered")
-        return Edit(self.path, unwrapped(getattr(self.owner, self.name)), rule)
+        return Edit(self.path, unwrapped(getattr(self.owner, self.name)), self.rule)
 
 
 class Wrappers:
@@ -219,7 +223,7 @@ class FunctionPatches:
         # The first patch of a function stays, under every name of the function. So registrations come before the lists,
         # and later registrations before earlier ones.
         for known in reversed(list(registered)):
-            adapter = functools.partial(self.adapters.for_registration, known.path, known.treatment, known.dtype)
+            adapter = functools.partial(self.adapters.for_registration, known.rule, known.dtype)
             reason = _reason(known.path, f"registered for the {known.treatment.value}")
             self._patch(known.owner, known.name, adapter, reason, treatments=[known.treatment])
         owner_of = functools.cache(find_owner)
@@ -358,7 +362,7 @@ class FunctionPatches:
                 warnings.warn(f"{rule.source}: {missing}", AmpWarning, stacklevel=2)
             return
         for each in filter(None, self._rules_of(rule).values()):
-            unfit = unlistable_reason(rule.path, owner, getattr(owner, name), each.when, each.via_dtype, each.formats)
+            unfit = unlistable_reason(rule.path, owner, getattr(owner, name), each)
             if unfit is not None:
                 warnings.warn(f"{each.source}: {unfit}", AmpWarning, stacklevel=2)
                 return

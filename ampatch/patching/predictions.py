@@ -23,7 +23,8 @@ from ampatch.errors import BannedFunctionError
 from ampatch.formats import Format
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.opt_levels import dtype_name
-from ampatch.patching.adapters import Adapters, Casts, Function, InHalf, lacks_half_products
+from ampatch.patching.adapters import Adapters, Function, InHalf, lacks_half_products
+from ampatch.patching.emulation import Casts
 from ampatch.patching.function_patches import Registration
 from ampatch.patching.wrappers import adapted_for_override, is_overridden_by_others
 
@@ -130,7 +131,7 @@ class Predictor:
     ) -> Prediction:
         """Predicts a call of a registered function."""
         call = _Call(self._adapters, function, args, kwargs, known.path.name, known.treatment)
-        return call.predicted(self._adapters.for_registration(known.path, known.treatment, known.dtype, function).adapt)
+        return call.predicted(self._adapters.for_registration(known.rule, known.dtype, function).adapt)
 
     def by_decoration(self, kind: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prediction:
         """Predicts a call of a decorated function; ``kind`` is the name of a list or of a half dtype."""

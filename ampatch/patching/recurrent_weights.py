@@ -69,13 +69,6 @@ class Layout:
         )
 
 
-def cast_each(
-    weights: Sequence[Tensor], dtype: torch.dtype, cast: Callable[[Tensor, torch.dtype], Tensor]
-) -> list[Tensor]:
-    """Returns the weights of a recurrent layer, each cast into memory of its own by ``cast(weight, dtype)``."""
-    return [weight if weight.dtype is dtype else cast(weight, dtype) for weight in weights]
-
-
 def is_recurrent(function: object) -> bool:
     """Returns True if a function runs whole recurrent layers on a list of their weights."""
     return function in _MODES

@@ -49,8 +49,8 @@ from ampatch.casting import cast_observers
 from ampatch.casting.cast_store import Store
 from ampatch.casting.nested import CASTABLE
 from ampatch.native import calls
-from ampatch.patching.emulation import Rounds
-from ampatch.patching.recurrent_weights import Layout, cast_each
+from ampatch.patching.emulation import Casts
+from ampatch.patching.recurrent_weights import Layout
 from ampatch.torch_private import modes
 from ampatch.torch_private.modes import len_dispatch_stack
 from ampatch.tracing import is_capturing, is_traced
@@ -83,7 +83,7 @@ class _Thread(threading.local):
     opened_by: weakref.ref[object] | None = None  # the model whose forward the store belongs to
 
 
-class WeightCache(Rounds):
+class WeightCache(Casts):
     """Casts tensors and keeps the casts of parameters; counts casts and hits.
 
     Attributes:
@@ -166,7 +166,7 @@ class WeightCache(Rounds):
             The casts, in the order of the weights. Under tracers and transforms, each has memory of its own.
         """
         if is_traced() or modes.peek_interpreter_stack() is not None:
-            return cast_each(weights, dtype, self.cast)
+            return super().cast_together(weights, dtype, layout_of)
         layout, state = layout_of(), self.state
         stores = [self._store(weight) if type(weight) is Parameter else None for weight in weights]
         found = (

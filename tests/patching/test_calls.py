@@ -27,7 +27,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from ampatch import amp
 from ampatch.cast_lists.paths import Path
-from ampatch.cast_lists.rules import Treatment
+from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import KernelError
 from ampatch.native import calls, extension
@@ -59,7 +59,7 @@ class Implementation:
             adapter, wrapper = adapters.in_half(kind, path, original), FunctionInHalf
         else:
             treatment, via_dtype = KINDS[kind]
-            adapter = adapters.for_treatment(treatment, path, original, via_dtype)
+            adapter = adapters.for_treatment(Rule(path, treatment, "a list", via_dtype=via_dtype), original)
         accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, {"cpu"})
         kind = accelerator.class_of(wrapper)
         self.function = kind(original, adapter, self.switch, "ampatch: listed.")

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from ampatch import amp
 from ampatch.cast_lists.paths import Path
-from ampatch.cast_lists.rules import Treatment
+from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import BannedFunctionError
 from ampatch.patching.adapters import Adapters
@@ -130,7 +130,7 @@ class TestArguments:
     def test_tensors_on_a_type_of_device_that_joins_later_are_cast(self):
         device_types = {"cpu"}
         adapters = Adapters(torch.float16, WeightCache(), device_types)
-        adapt = adapters.for_treatment(Treatment.WHITELIST, Path("library", "function")).adapt
+        adapt = adapters.for_treatment(Rule(Path("library", "function"), Treatment.WHITELIST, "a list")).adapt
         x = torch.ones(2, device="meta")
         assert adapt((x,), {})[0][0] is x
         device_types.add("meta")
