@@ -48,9 +48,6 @@ class Float32Optimizer(Optimizer):
         defaults: options of a group, under Apex's names.
     """
 
-    #: Attributes that pickles keep in addition to the options of groups. Each class adds its own.
-    _settings: tuple[str, ...] = ("set_grad_none",)
-
     def __init__(self, params: Iterable[Any], set_grad_none: bool, amsgrad: bool = False, **defaults: Any) -> None:
         if amsgrad:
             raise UnsupportedOptionError(
@@ -62,7 +59,9 @@ class Float32Optimizer(Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {name: getattr(self, name) for name in ("_settings", *self._settings)}
+        # torch keeps no settings, such as `adam_w_mode`. The `step` that a scheduler sets on the instance is none.
+        settings = {name: value for name, value in vars(self).items() if name[0] != "_" and not callable(value)}
+        return super().__getstate__() | settings
 
     # Steps
 
@@ -94,6 +93,11 @@ class Float32Optimizer(Optimizer):
                 ``set_grad_none``.
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def _overflowed(self) -> bool:
+        """Returns True if a scaler has found an overflow in the gradients of the step that it runs now."""
+        found_inf = getattr(self, "found_inf", None)
+        return found_inf is not None and bool(found_inf)
 
     def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
         """Updates parameters in place.

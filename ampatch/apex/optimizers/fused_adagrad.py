@@ -27,8 +27,6 @@ class FusedAdagrad(Float32Optimizer):
         OptionError: an argument is out of its range.
     """
 
-    _settings = (*Float32Optimizer._settings, "adagrad_w_mode")
-
     def __init__(
         self,
         params: Iterable[Any],

@@ -51,8 +51,6 @@ class FusedAdam(Float32Optimizer):
 
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
 
-    _settings = (*Float32Optimizer._settings, "adam_w_mode", "capturable", "master_weights")
-
     def __init__(
         self,
         params: Iterable[Any],

@@ -38,8 +38,6 @@ class FusedLAMB(Float32Optimizer):
         OptionError: an argument is out of its range, or not supported.
     """
 
-    _settings = (*Float32Optimizer._settings, "adam_w_mode", "use_nvlamb")
-
     def __init__(
         self,
         params: Iterable[Any],

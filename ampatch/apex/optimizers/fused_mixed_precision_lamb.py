@@ -40,8 +40,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     _step_supports_amp_scaling: ClassVar[bool] = True
 
-    _settings = (*FusedLAMB._settings, "reduced_precision_dtype")
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -79,8 +77,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         )
 
     def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is None or not found_inf:
+        if not self._overflowed():
             super()._update(batches)
 
     def _values(self, parameters: list[Tensor]) -> list[Tensor]:

@@ -42,8 +42,6 @@ class FusedNovoGrad(Float32Optimizer):
         OptionError: an argument is out of its range, or not supported.
     """
 
-    _settings = (*Float32Optimizer._settings, "reg_inside_moment")
-
     def __init__(
         self,
         params: Iterable[Any],

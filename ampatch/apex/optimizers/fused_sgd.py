@@ -35,8 +35,6 @@ class FusedSGD(Float32Optimizer):
             dampening or with no momentum.
     """
 
-    _settings = (*Float32Optimizer._settings, "wd_after_momentum", "materialize_master_grads")
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -87,13 +85,9 @@ class FusedSGD(Float32Optimizer):
             # The kernel treats a buffer's first step differently.
             for is_first in (False, True):
                 some = [each for each, has in zip(parameters, has_buffer, strict=True) if has is not is_first]
+                # After an overflow it would leave new buffers uninitialized.
                 if some and not (is_first and group["momentum"] and self._overflowed()):
                     self._update_some(group, some, is_first)
-
-    def _overflowed(self) -> bool:
-        """Returns True to skip this step; otherwise the kernel would leave new momentum buffers uninitialized."""
-        found_inf = getattr(self, "found_inf", None)
-        return found_inf is not None and bool(found_inf)
 
     def _update_some(self, group: Group, parameters: list[Tensor], is_first: bool) -> None:
         with self._in_float32(parameters) as (values, grads):
