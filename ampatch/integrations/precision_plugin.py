@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.cast_lists.lists import shipped
-from ampatch.errors import IntegrationError, OptionError, UsageError
+from ampatch.cast_lists.paths import is_importable
+from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import versions
 from ampatch.integrations.options import names as option_names
 from ampatch.integrations.shared_patches import put_around
@@ -56,20 +57,11 @@ def bases(*packages: str) -> tuple[Any, Any]:
         IntegrationError: none of them is installed, or its version is too old.
     """
     install = f"Type pip install '{packages[0].partition('.')[0]}>={'.'.join(map(str, _LEAST))}'."
-    missing: ModuleNotFoundError | None = None
-    for name in sorted(packages, key=lambda each: each not in sys.modules):
-        try:
-            package = importlib.import_module(name)
-            plugins, callbacks = (importlib.import_module(f"{name}.{part}") for part in ("plugins", "callbacks"))
-        except ModuleNotFoundError as error:
-            missing = missing or error
-            continue
-        versions.check("AmpatchPrecision", name, str(package.__version__), _LEAST, install)
-        return plugins.Precision, callbacks.Callback
-    assert missing is not None
-    raise IntegrationError(
-        f"AmpatchPrecision needs {' or '.join(packages)}, but {missing.name} is missing. {install}"
-    ) from missing
+    by_preference = sorted(packages, key=lambda each: each not in sys.modules)
+    name = next(filter(is_importable, by_preference), packages[0])
+    versions.need("AmpatchPrecision", name, name, _LEAST, install)
+    plugins, callbacks = (importlib.import_module(f"{name}.{part}") for part in ("plugins", "callbacks"))
+    return plugins.Precision, callbacks.Callback
 
 
 class PrecisionPlugin:

@@ -15,33 +15,17 @@ def need(adapter: str, framework: str, module: str, least: tuple[int, ...], inst
         adapter: what needs it, for the message.
         framework: name of its package.
         module: name of its module.
-        least: oldest version that the adapter works with.
+        least: oldest version that the adapter works with: major and minor number, and the micro number if it matters.
         install: sentence that says what to type; None: to install that package alone.
 
     Raises:
         IntegrationError: it is older, or a module is missing.
     """
-    install = install or f"Type pip install '{framework}>={'.'.join(map(str, least))}'."
+    needed = ".".join(map(str, least))
+    install = install or f"Type pip install '{framework}>={needed}'."
     try:
         found = importlib.import_module(module).__version__
     except ModuleNotFoundError as error:
         raise IntegrationError(f"{adapter} needs {framework}, but {error.name} is missing. {install}") from error
-    check(adapter, framework, found, least, install)
-
-
-def check(adapter: str, framework: str, found: str, least: tuple[int, ...], install: str) -> None:
-    """Raises if the version of a framework is too old.
-
-    Args:
-        adapter: what needs it, for the message.
-        framework: name of its module.
-        found: its version, such as "2.6.6" or "1.4.0.dev1".
-        least: oldest version that the adapter works with: major and minor number, and the micro number if it matters.
-        install: sentence that says what to type.
-
-    Raises:
-        IntegrationError: it is older.
-    """
     if tuple(map(int, re.findall(r"\d+", found)[: len(least)])) < least:
-        needed = ".".join(map(str, least))
         raise IntegrationError(f"{adapter} needs {framework} {needed}, but found {found}. {install}")
