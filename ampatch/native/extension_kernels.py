@@ -49,6 +49,8 @@ def _run(
         others: its other arguments.
         third: int16 tensors, or numbers; None if the operator takes no third list.
     """
+    if not (narrow or wide):  # the dispatcher picks a kernel by the tensors
+        return
     operator, compiled = _operator(name), calls.compiled()
     lists = [each for each in (narrow, wide, third) if each is not None]
     lists = [lists[place] for place in _ORDERS.get(name, range(len(lists)))]
@@ -101,14 +103,12 @@ def clip_factor(*arguments: Any) -> None:
 
 def copy_to_half(masters: _Tensors, halves: _Tensors) -> None:
     """Calls the operator, which writes ``halves``."""
-    if masters:  # the dispatcher picks a kernel by the tensors
-        _run("copy_to_half", halves, masters, [halves])
+    _run("copy_to_half", halves, masters, [halves])
 
 
 def copy_to_half_grads(master_grads: _Tensors, grads: _Tensors) -> None:
     """Calls the operator, which writes ``grads``."""
-    if master_grads:
-        _run("copy_to_half_grads", grads, master_grads, [grads])
+    _run("copy_to_half_grads", grads, master_grads, [grads])
 
 
 def fingerprint(halves: _Tensors, fingerprints: Tensor) -> None:
@@ -123,20 +123,17 @@ def copy_edits(halves: _Tensors, masters: _Tensors, before: Tensor, now: Tensor,
 
 def join(halves: _Tensors, remainders: _Tensors, fulls: _Tensors) -> None:
     """Calls the operator, which writes ``fulls``."""
-    if fulls:
-        _run("join", halves, fulls, [fulls], third=remainders)
+    _run("join", halves, fulls, [fulls], third=remainders)
 
 
 def split(fulls: _Tensors, halves: _Tensors, remainders: _Tensors) -> None:
     """Calls the operator, which writes ``halves`` and ``remainders``."""
-    if fulls:
-        _run("split", halves, fulls, [halves, remainders], third=remainders)
+    _run("split", halves, fulls, [halves, remainders], third=remainders)
 
 
 def round_stochastically(fulls: _Tensors, halves: _Tensors, keys: list[int]) -> None:
     """Calls the operator, which writes ``halves``."""
-    if fulls:
-        _run("round_stochastically", halves, fulls, [halves], third=keys)
+    _run("round_stochastically", halves, fulls, [halves], third=keys)
 
 
 def update_scale(*arguments: Any) -> None:
