@@ -90,9 +90,9 @@ class ScaledProducts:
                 first = _operand(left.reshape(-1, left.shape[-1]), self._formats.format, has_gradient)
             second = self._operand(right)
         if not self._is_linear:  # for the device, the second matrix has rows of the length that is summed up
-            second = _Operand(second.columns, second.rows, second.of_columns, second.of_rows)
+            second = _Operand(second.columns, second.rows)
         result: Tensor = _ScaledProduct.apply(  # type: ignore[no-untyped-call]
-            left, right, bias, *first, *second, self._formats.grad, dtype, self._is_linear
+            left, right, bias, _Product(first, second, self._formats.grad, dtype, self._is_linear)
         )
         return result
 
@@ -208,21 +208,29 @@ def _tell_once(reason: str, message: str) -> None:
 _told: set[str] = set()
 
 
+class _Scaled(NamedTuple):
+    """A matrix in float8.
+
+    Attributes:
+        numbers: its numbers.
+        scales: what these are multiplied by to get the values: float32, one number, or one for each row. NaN if the
+            values have inf or NaN, which not all devices keep in float8.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+
+
 class _Operand(NamedTuple):
     """A matrix of shape (m, k) in float8.
 
     Attributes:
-        rows: its numbers, of shape (m, k).
+        rows: the matrix.
         columns: its transpose, of shape (k, m), with zeros so that m is a multiple of `MULTIPLE`; contiguous.
-        of_rows: what `rows` are multiplied by to get the values: float32, one number, or one for each row. NaN if the
-            values have inf or NaN, which not all devices keep in float8.
-        of_columns: the same for `columns`.
     """
 
-    rows: Tensor
-    columns: Tensor
-    of_rows: Tensor
-    of_columns: Tensor
+    rows: _Scaled
+    columns: _Scaled
 
 
 def _dtype(format: Format) -> torch.dtype:
@@ -236,22 +244,19 @@ def _operand(matrix: Tensor, format: Format, both: bool = True) -> _Operand:
     Without ``both``, no columns are cast: those that it has must not be used.
     """
     exact = matrix.float()
-    rows, of_rows = _in_rows(exact, format)
-    if both and format.scale == "row":
-        columns, of_columns = _in_rows(exact.t(), format)
-        return _Operand(rows, _filled_up(columns), of_rows, of_columns)
-    # A view, as torch.compile refuses a node that gets the same tensor for two inputs.
-    return _Operand(rows, _filled_up(rows.t()) if both else rows.t(), of_rows, of_rows.view_as(of_rows))
+    rows = _in_rows(exact, format)
+    columns, scales = _in_rows(exact.t(), format) if both and format.scale == "row" else (rows.numbers.t(), rows.scales)
+    return _Operand(rows, _Scaled(_filled_up(columns) if both else columns, scales))
 
 
-def _in_rows(exact: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Casts a float32 matrix; returns what its numbers are multiplied by to get the values, too."""
+def _in_rows(exact: Tensor, format: Format) -> _Scaled:
+    """Casts a float32 matrix, with a scale for all of it or for each row."""
     largest = largest_of(exact, format)
     scale = scale_for(largest, format)
     # Some versions of torch cast inf to the largest number. The difference is 0, and NaN for inf and NaN: in place of a
     # scale it keeps an overflow visible, and a trace follows it to where the overflow came from.
     undone = scale.reciprocal() + (largest - largest)
-    return (exact * scale).to(_dtype(format)).contiguous(), undone
+    return _Scaled((exact * scale).to(_dtype(format)).contiguous(), undone)
 
 
 def _filled_up(columns: Tensor) -> Tensor:
@@ -265,8 +270,9 @@ def _filled_up(columns: Tensor) -> Tensor:
 
 def _packed(operand: _Operand) -> Tensor:
     """Returns the parts of an operand as one tensor of its type, so that the cache keeps it as it keeps a cast."""
-    parts = operand if operand.of_rows.dim() else operand[:3]
-    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).view(operand.rows.dtype)
+    (rows, of_rows), (columns, of_columns) = operand
+    parts = (rows, columns, of_rows, of_columns) if of_rows.dim() else (rows, columns, of_rows)
+    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).view(rows.dtype)
 
 
 def _packed_size(matrix: Tensor, format: Format) -> int:
@@ -281,45 +287,56 @@ def _unpacked(packed: Tensor, shape: torch.Size, format: Format) -> _Operand:
         of_rows = of_columns = scales[0]
     else:
         of_rows, of_columns = scales[:rows].unsqueeze(1), scales[rows:].unsqueeze(1)
-    return _Operand(numbers[:count].view(rows, columns), numbers[count:].view(columns, rows), of_rows, of_columns)
+    by_row, by_column = numbers[:count].view(rows, columns), numbers[count:].view(columns, rows)
+    return _Operand(_Scaled(by_row, of_rows), _Scaled(by_column, of_columns))
 
 
 def _multiplied(
-    left: Tensor,
-    of_left: Tensor,
-    right: Tensor,
-    of_right: Tensor,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    is_fast: bool = False,
+    left: _Scaled, right: _Scaled, dtype: torch.dtype, bias: Tensor | None = None, is_fast: bool = False
 ) -> Tensor:
     """Returns the product of a matrix (m, k) and the transpose of another (n, k), in a type of torch.
 
     Args:
-        left: float8 matrix.
-        of_left: its scales.
-        right: float8 matrix.
-        of_right: its scales.
+        left: the matrix (m, k).
+        right: the matrix (n, k).
         dtype: type of the product.
         bias: half vector (n) that is added.
         is_fast: True if the GPU may sum up with fewer digits than float32 has, as for results, which become half.
     """
-    recipe, made = ScalingType.TensorWise, dtype
-    if of_left.dim():
+    recipe, of_right, made, is_cuda = ScalingType.TensorWise, right.scales, dtype, left.numbers.is_cuda
+    if left.scales.dim():
         recipe, of_right = ScalingType.RowWise, of_right.t()
-        made = torch.bfloat16 if left.is_cuda else dtype  # torch has no other kernel
+        made = torch.bfloat16 if is_cuda else dtype  # torch has no other kernel
     product = scaled_mm(
-        left,
-        right.t(),
-        of_left,
+        left.numbers,
+        right.numbers.t(),
+        left.scales,
         recipe,
         of_right,
         recipe,
         bias=None if bias is None else bias.to(made),
         output_dtype=made,
-        use_fast_accum=is_fast and left.is_cuda,
+        use_fast_accum=is_fast and is_cuda,
     )
     return product.to(dtype)
+
+
+class _Product(NamedTuple):
+    """What the node multiplies. Autograd does not look for tensors in it.
+
+    Attributes:
+        left: casts of the first factor as a matrix.
+        right: casts of the second factor, of shape (n, k).
+        grad: format of the gradient of the result.
+        dtype: type of the result.
+        is_linear: True in a linear layer.
+    """
+
+    left: _Operand
+    right: _Operand
+    grad: Format
+    dtype: torch.dtype
+    is_linear: bool
 
 
 class _ScaledProduct(torch.autograd.Function):
@@ -330,48 +347,27 @@ class _ScaledProduct(torch.autograd.Function):
         left: Tensor,
         right: Tensor,  # noqa: ARG004 - an input of the node, so that it gets a gradient
         bias: Tensor | None,
-        rows: Tensor,
-        columns: Tensor,  # noqa: ARG004 - for the backward pass, as the others
-        of_rows: Tensor,
-        of_columns: Tensor,  # noqa: ARG004
-        other_rows: Tensor,
-        other_columns: Tensor,  # noqa: ARG004
-        of_other_rows: Tensor,
-        of_other_columns: Tensor,  # noqa: ARG004
-        grad: Format,  # noqa: ARG004
-        dtype: torch.dtype,
-        is_linear: bool,  # noqa: ARG004
+        product: _Product,
     ) -> Tensor:
-        """Returns the result in ``dtype``.
+        """Returns the result.
 
         Args:
             left: tensor of shape (..., k).
             right: matrix of shape (n, k) in a linear layer, otherwise (k, n).
             bias: vector of length n, or None.
-            rows: the first four values are the `_Operand` of ``left`` as a matrix.
-            columns: see ``rows``.
-            of_rows: see ``rows``.
-            of_columns: see ``rows``.
-            other_rows: these four values are that of ``right``, of shape (n, k).
-            other_columns: see ``other_rows``.
-            of_other_rows: see ``other_rows``.
-            of_other_columns: see ``other_rows``.
-            grad: format of the gradient of the result.
-            dtype: type of the result.
-            is_linear: True in a linear layer.
+            product: the casts of both factors.
         """
         with Switch.disabled():
-            result = _multiplied(rows, of_rows, other_rows, of_other_rows, dtype, bias, is_fast=True)
+            result = _multiplied(product.left.rows, product.right.rows, product.dtype, bias, is_fast=True)
         return UNSAFE_VIEW(result, [*left.shape[:-1], result.shape[-1]])  # autograd forbids writing to a view
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004 - an interface
         """Keeps the casts that the backward pass multiplies by."""
-        left, right, bias, _, columns, _, of_columns, _, others, _, of_others, ctx.grad, _, ctx.is_linear = inputs
+        left, right, bias, (first, second, ctx.grad, _, ctx.is_linear) = inputs
         needs_left, needs_right, *_ = ctx.needs_input_grad
         ctx.save_for_backward(
-            *((columns, of_columns) if needs_right else (None, None)),
-            *((others, of_others) if needs_left else (None, None)),
+            *(first.columns if needs_right else (None, None)), *(second.columns if needs_left else (None, None))
         )
         ctx.shape, ctx.left, ctx.right = left.shape, left.dtype, right.dtype
         ctx.bias = None if bias is None else bias.dtype
@@ -388,18 +384,18 @@ class _ScaledProduct(torch.autograd.Function):
                 "found create_graph=True for a product in float8; its gradients have no derivatives. Leave out "
                 "products: device from the cast lists, and it is emulated, with all derivatives."
             )
-        own_columns, of_own, other_columns, of_other = ctx.saved_tensors
+        own, of_own, other, of_other = ctx.saved_tensors
         needs_left, needs_right, needs_bias = ctx.needs_input_grad[:3]
         of_left = of_right = of_bias = None
         with Switch.disabled():
             rows = grad.reshape(-1, grad.shape[-1])
             given = _operand(rows, ctx.grad)
             if needs_left:
-                of_left = _multiplied(given.rows, given.of_rows, other_columns, of_other, ctx.left).reshape(ctx.shape)
+                of_left = _multiplied(given.rows, _Scaled(other, of_other), ctx.left).reshape(ctx.shape)
             if needs_right:
                 # The gradient comes first, as some kernels take e5m2 only there.
-                of_right = _multiplied(given.columns, given.of_columns, own_columns, of_own, ctx.right)
+                of_right = _multiplied(given.columns, _Scaled(own, of_own), ctx.right)
                 of_right = of_right if ctx.is_linear else of_right.t()
             if needs_bias:
                 of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
-        return of_left, of_right, of_bias, *[None] * 11
+        return of_left, of_right, of_bias, None
