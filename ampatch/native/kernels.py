@@ -151,36 +151,22 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         inv_scale: reciprocal of the loss scale; 0-dimensional float32.
         found_inf: overflow flag, which is never reset; 0-dimensional float32.
     """
-    grads = list(grads)
-    if not grads:  # all gradients belong to masters
-        return
-    device = _ordinary_device(grads, may_require_grad=False)
-    if device is not None:
-        _unscale(_operators_on(device), device, grads, inv_scale, found_inf)
-        return
-    plain: list[Tensor] = []
+    plain = list(grads)
     recorded: list[Tensor] = []
-    for grad in grads:
-        if grad.is_sparse and not grad.is_coalesced():
-            grad.copy_(grad.coalesce())  # the sum of two entries of one index may overflow
+    if _ordinary_device(plain, may_require_grad=False) is None:
+        for grad in plain:
+            if grad.is_sparse and not grad.is_coalesced():
+                grad.copy_(grad.coalesce())  # the sum of two entries of one index may overflow
         # Gradients of backward(create_graph=True) have a graph of their own, which must record this multiplication.
-        if grad.requires_grad:
-            recorded.append(grad)
-        else:
-            plain.append(values_of(grad))
+        recorded = [grad for grad in plain if grad.requires_grad]
+        plain = [values_of(grad) for grad in plain if not grad.requires_grad]
     for operators, device, (group,) in _by_implementation(plain):
-        _unscale(operators, device, group, inv_scale, found_inf)
+        with _ResultOn(device, found_inf, torch.maximum) as flag:
+            operators.unscale_(group, on_device(inv_scale, device), flag)
     for grad in recorded:
         finite = values_of(grad.detach()).isfinite().all()
         found_inf.masked_fill_(~on_device(finite, found_inf.device), 1)
     multiply_(recorded, inv_scale)
-
-
-def _unscale(
-    operators: ModuleType, device: torch.device, grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor
-) -> None:
-    with _ResultOn(device, found_inf, torch.maximum) as flag:
-        operators.unscale_(grads, on_device(inv_scale, device), flag)
 
 
 def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
