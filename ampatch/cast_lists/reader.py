@@ -41,38 +41,6 @@ _NAMESPACES = "namespaces with lists of names, such as `torch: [mm, bmm]`"
 
 
 @dataclass(frozen=True, slots=True)
-class _Listing:
-    """A path in a list, with its rule.
-
-    Attributes:
-        path: path of the function.
-        entry: path as the user wrote it; it stands for several paths if its namespace is `EVERY_NAMESPACE`.
-        name: name of the list.
-        line: line in the file; 0 in a mapping, which has no lines.
-        rule: rule of the entry; None: the function is to be on no list.
-    """
-
-    path: Path
-    entry: Path
-    name: str
-    line: int
-    rule: Rule | None
-
-    def repeats(self, other: _Listing) -> bool:
-        """Returns True if two entries for every spelling, of different names, agree on a path that they share."""
-        return (
-            self.entry.namespace == other.entry.namespace == EVERY_NAMESPACE
-            and self.entry != other.entry
-            and not self.disagrees(other)
-        )
-
-    def disagrees(self, other: _Listing) -> bool:
-        """Returns True if two listings of one function differ in their list, or in their options."""
-        mine, others = (each.rule and replace(each.rule, path=self.path) for each in (self, other))
-        return self.name != other.name or mine != others
-
-
-@dataclass(frozen=True, slots=True)
 class _Entry:
     """An entry of a list.
 
@@ -100,6 +68,37 @@ class _Entry:
     def is_optional(self) -> bool:
         """True if functions that do not exist are skipped."""
         return bool(self.options.get("optional"))
+
+    @property
+    def is_for_all(self) -> bool:
+        """True if it is for every spelling of a function."""
+        return self.path.namespace == EVERY_NAMESPACE
+
+    @property
+    def typed(self) -> str:
+        """The entry as text."""
+        name = UNLISTED if self.treatment is None else self.treatment.value
+        namespace = f'"{EVERY_NAMESPACE}"' if self.is_for_all else self.path.namespace
+        return f"`{name}: {{{namespace}: [{self.path.name}]}}`"
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """A path in a list: the path of a function, the entry, and the rule; None: the function is to be on no list."""
+
+    path: Path
+    entry: _Entry
+    rule: Rule | None
+
+    def repeats(self, other: _Listing) -> bool:
+        """Returns True if two entries for every spelling, of different names, agree on a path that they share."""
+        mine, others = self.entry, other.entry
+        return mine.is_for_all and others.is_for_all and mine.path != others.path and not self.disagrees(other)
+
+    def disagrees(self, other: _Listing) -> bool:
+        """Returns True if two listings of one function differ in their list, or in their options."""
+        mine, others = (each.rule and replace(each.rule, path=self.path) for each in (self, other))
+        return mine != others
 
 
 class Reading:
@@ -262,11 +261,12 @@ class Reading:
             self._add_pattern(entry)
             return
         faults = len(self._faults)
-        is_of_all = entry.path.namespace == EVERY_NAMESPACE
         for path in self._paths(entry):
-            fitting = replace(entry, options=_fitting(entry.options, path)) if is_of_all else entry
-            if not self._resolve or self._exists(path, fitting):
-                self._add_path(path, fitting)
+            rule = self._rule(path, entry)
+            if rule is not None and entry.is_for_all:
+                rule = fitting_rule(rule, path)
+            if not self._resolve or self._exists(path, entry, rule):
+                self._add_path(_Listing(path, entry, rule))
             if len(self._faults) > faults:
                 return  # one fault for all spellings
 
@@ -298,7 +298,7 @@ class Reading:
 
     def _paths(self, entry: _Entry) -> list[Path]:
         """Returns the paths that an entry names; records a fault for a pattern, or for a required name without any."""
-        if entry.path.namespace != EVERY_NAMESPACE:
+        if not entry.is_for_all:
             return [entry.path]
         name = entry.path.name
         found = spellings(name)
@@ -309,21 +309,19 @@ class Reading:
             self.fault(entry.node, f"no function is named {name!r} {where}.{did_you_mean(name, _public_names())}")
         return found
 
-    def _add_path(self, path: Path, entry: _Entry) -> None:
-        rule, node = self._rule(path, entry), entry.node
-        name = UNLISTED if entry.treatment is None else entry.treatment.value
-        listing = _Listing(path, entry.path, name, line_of(node), rule)
+    def _add_path(self, listing: _Listing) -> None:
+        path = listing.path
         function = function_key(path) if self._resolve else path
-        for dtype in entry.dtypes:
+        for dtype in listing.entry.dtypes:
             first = self._first.setdefault((function, dtype), listing)
             again = self._listed.setdefault((path, dtype), listing)
             if listing.repeats(again):
                 continue  # such as mul and multiply: the operator * is a spelling of both
             clash = _clash(listing, first, again)
             if clash is not None:
-                self.fault(node, clash)
+                self.fault(listing.entry.node, clash)
                 return
-            self._changes.append(((path, dtype), rule))
+            self._changes.append(((path, dtype), listing.rule))
 
     def _options(self, node: yaml.Node, treatment: Treatment | None) -> dict[str, Any] | None:
         """Returns the keys of an entry with their checked values; None if there was a fault."""
@@ -357,7 +355,7 @@ class Reading:
         except AmpError as error:
             self.fault(value, f"{key}: {error}")
 
-    def _exists(self, path: Path, entry: _Entry) -> bool:
+    def _exists(self, path: Path, entry: _Entry, rule: Rule | None) -> bool:
         """Returns True if a function exists and can be listed so, or if its module is not imported yet.
 
         Otherwise records a fault, unless the function is missing and the entry optional.
@@ -375,7 +373,7 @@ class Reading:
             self._fault_once(entry.namespace, mistaken)
             return False
         try:
-            unfit = rules.unlistable_reason(path, owner, find(path), self._rule(path, entry))
+            unfit = rules.unlistable_reason(path, owner, find(path), rule)
         except PathError as error:
             if entry.is_optional:
                 return False
@@ -490,20 +488,17 @@ def _clash(listing: _Listing, first: _Listing, again: _Listing) -> str | None:
     earlier = first if again is listing else again
     if again is listing and not listing.disagrees(earlier):
         return None
-    where = f" in line {earlier.line}" if earlier.line else ""
-    options = ", which has other options," if listing.name == earlier.name and listing.disagrees(earlier) else ""
+    mine, others = listing.entry, earlier.entry
+    line = line_of(others.node)
+    where = f" in line {line}" if line else ""
+    is_same_list = mine.treatment is others.treatment
+    options = ", which has other options," if is_same_list and listing.disagrees(earlier) else ""
     same = "" if listing.path == earlier.path else f", which is the same function as {earlier.path}"
-    every = any(each.entry.namespace == EVERY_NAMESPACE for each in (listing, earlier))
-    hint = f', or type namespaces in the place of "{EVERY_NAMESPACE}"' if every else ""
+    hint = f', or type namespaces in the place of "{EVERY_NAMESPACE}"' if mine.is_for_all or others.is_for_all else ""
     return (
-        f"{_typed(listing)} here and {_typed(earlier)}{where}{options} both stand for {listing.path}{same}; keep one "
+        f"{mine.typed} here and {others.typed}{where}{options} both stand for {listing.path}{same}; keep one "
         f"of them{hint}."
     )
-
-
-def _typed(listing: _Listing) -> str:
-    namespace = f'"{EVERY_NAMESPACE}"' if listing.entry.namespace == EVERY_NAMESPACE else listing.entry.namespace
-    return f"`{listing.name}: {{{namespace}: [{listing.entry.name}]}}`"
 
 
 def unfit_reason(rule: Rule, path: Path) -> str | None:
@@ -512,21 +507,15 @@ def unfit_reason(rule: Rule, path: Path) -> str | None:
 
 
 def fitting_rule(rule: Rule, path: Path) -> Rule:
-    """Returns the rule of a pattern for one function that it matches."""
-    return replace(rule, path=path, **_fitting({"via_dtype": rule.via_dtype, "formats": rule.formats}, path))
-
-
-def _fitting(options: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Returns an entry's options for one of its spellings, without what that cannot have.
+    """Returns the rule of a pattern, or of every spelling, for one function: without what that cannot have.
 
     That is ``via_dtype`` if it has no argument ``dtype``, and the device's format in place: it computes without one.
     """
-    formats = options.get("formats")
-    if formats and formats.are_devices and is_in_place(path.name):
-        options = {**options, "formats": None}
-    if not options.get("via_dtype") or "dtype" in signatures.parameter_names(find(path)):  # type: ignore[arg-type]
-        return options
-    return {**options, "via_dtype": False}
+    is_of_device = rule.formats is not None and rule.formats.are_devices
+    formats = None if is_of_device and is_in_place(path.name) else rule.formats
+    function: Any = find(path) if rule.via_dtype else None
+    via_dtype = rule.via_dtype and "dtype" in signatures.parameter_names(function)
+    return replace(rule, path=path, formats=formats, via_dtype=via_dtype)
 
 
 def is_in_force(since: str | None, until: str | None) -> bool:
