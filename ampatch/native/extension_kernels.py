@@ -10,7 +10,7 @@ master. Must not choose an implementation: `ampatch.native.kernels` does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,126 +19,72 @@ from torch.autograd.graph import increment_version
 
 from ampatch.native import calls
 
-_Tensors = list[Tensor]
 
-# The order in which operators take their lists, if it is not: narrow, wide, third.
-_ORDERS = {
-    "copy_to_half": (1, 0),
-    "copy_to_half_grads": (1, 0),
-    "join": (0, 2, 1),
-    "split": (1, 0, 2),
-    "round_stochastically": (1, 0, 2),
-}
-
-
-def _run(
-    name: str,
-    narrow: _Tensors,
-    wide: _Tensors | None,
-    written: Sequence[_Tensors],
-    *others: Any,
-    third: list[Any] | None = None,
-) -> None:
-    """Calls an operator, with addresses in place of tensors if the compiled calls accept all tensors.
+def _operator(name: str, lists: str, written: str = "") -> Callable[..., None]:
+    """Returns a function that calls an operator, with addresses in place of tensors if the compiled calls accept all.
 
     Args:
         name: its name in `torch.ops.ampatch`, which `ampatch.native.extension` loads.
-        narrow: half or float32 tensors.
-        wide: float32 tensors; None if the operator takes one list only.
-        written: the lists that it writes and whose version counters are incremented.
-        others: its other arguments.
-        third: int16 tensors, or numbers; None if the operator takes no third list.
+        lists: the lists that it takes before other arguments, in this order: "narrow" for half or float32 tensors,
+            "wide" for float32 tensors, "third" for int16 tensors or numbers.
+        written: those that it writes, whose version counters are incremented.
     """
-    if not (narrow or wide):  # the dispatcher picks a kernel by the tensors
-        return
-    operator, compiled = _operator(name), calls.compiled()
-    lists = [each for each in (narrow, wide, third) if each is not None]
-    lists = [lists[place] for place in _ORDERS.get(name, range(len(lists)))]
-    more = None if compiled is None else compiled.pieces(narrow, wide, third)
-    if more is None:
-        operator(*lists, *others)
-    else:  # the first tensors show the device; the lists keep all tensors alive
-        operator(*(tensors[:1] for tensors in lists), *others, more)
-    for tensors in written:
-        _count_writes(tensors)
+    kinds, written_kinds = lists.split(), written.split()
+
+    def call(*arguments: Any) -> None:
+        given, others = arguments[: len(kinds)], arguments[len(kinds) :]
+        if not any(given):  # the dispatcher picks a kernel by the tensors
+            return
+        compiled, by_kind = calls.compiled(), dict(zip(kinds, given, strict=True))
+        more = None if compiled is None else compiled.pieces(*map(by_kind.get, ("narrow", "wide", "third")))
+        if more is None:
+            _found(name)(*arguments)
+        else:  # the first tensors show the device; the lists keep all tensors alive
+            _found(name)(*(tensors[:1] for tensors in given), *others, more)
+        for kind in written_kinds:
+            _count_writes(by_kind[kind])
+
+    return call
 
 
 @functools.cache
-def _operator(name: str) -> Any:
+def _found(name: str) -> Any:
     return getattr(torch.ops.ampatch, name)
 
 
-def _count_writes(tensors: _Tensors) -> None:
+def _count_writes(tensors: list[Tensor]) -> None:
     """Increments the version counters of tensors."""
     compiled = calls.compiled()
     (increment_version if compiled is None else compiled.increment_versions)(tensors)
 
 
-def unscale_(grads: _Tensors, inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Calls the operator, which writes ``grads``."""
-    _run("unscale_", grads, None, [grads], inv_scale, found_inf)
+def _unscale_into(name: str) -> Callable[..., None]:
+    """Returns the function of an operator that writes the narrow tensors too, if its last argument is true."""
+    into, back_too = _operator(name, "narrow wide", "wide"), _operator(name, "narrow wide", "wide narrow")
+    return lambda *arguments: (back_too if arguments[-1] else into)(*arguments)
 
 
-def _unscale_into(
-    name: str, grads: _Tensors, master_grads: _Tensors, inv_scale: Tensor, found_inf: Tensor, write_back: bool
-) -> None:
-    """Calls an operator that writes ``master_grads``, and ``grads`` if ``write_back`` is true."""
-    written = [master_grads, grads] if write_back else [master_grads]
-    _run(name, grads, master_grads, written, inv_scale, found_inf, write_back)
-
-
-unscale_copy = functools.partial(_unscale_into, "unscale_copy")
-unscale_add = functools.partial(_unscale_into, "unscale_add")
-
-
-def found_inf_norm(grads: _Tensors, inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
-    """Calls the operator, which squares in float32; `torch_kernels` squares in float64."""
-    _run("found_inf_norm", grads, None, [], inv_scale, found_inf, sum_of_squares)
+unscale_ = _operator("unscale_", "narrow", "narrow")
+unscale_copy = _unscale_into("unscale_copy")
+unscale_add = _unscale_into("unscale_add")
+found_inf_norm = _operator("found_inf_norm", "narrow")  # squares in float32; `torch_kernels` squares in float64
+copy_to_half = _operator("copy_to_half", "wide narrow", "narrow")
+copy_to_half_grads = _operator("copy_to_half_grads", "wide narrow", "narrow")
+fingerprint = _operator("fingerprint", "narrow")  # its numbers differ from those of `torch_kernels`
+copy_edits = _operator("copy_edits", "narrow wide")
+join = _operator("join", "narrow third wide", "wide")
+split = _operator("split", "wide narrow third", "narrow third")
+round_stochastically = _operator("round_stochastically", "wide narrow third", "narrow")
 
 
 def clip_factor(*arguments: Any) -> None:
     """Calls the operator, which writes ``norm`` and ``factor``: new tensors, whose versions no code has read."""
-    _operator("clip_factor")(*arguments)
-
-
-def copy_to_half(masters: _Tensors, halves: _Tensors) -> None:
-    """Calls the operator, which writes ``halves``."""
-    _run("copy_to_half", halves, masters, [halves])
-
-
-def copy_to_half_grads(master_grads: _Tensors, grads: _Tensors) -> None:
-    """Calls the operator, which writes ``grads``."""
-    _run("copy_to_half_grads", grads, master_grads, [grads])
-
-
-def fingerprint(halves: _Tensors, fingerprints: Tensor) -> None:
-    """Calls the operator, whose numbers differ from those of `torch_kernels`."""
-    _run("fingerprint", halves, None, [], fingerprints)
-
-
-def copy_edits(halves: _Tensors, masters: _Tensors, before: Tensor, now: Tensor, of_gradients: bool) -> None:
-    """Calls the operator, which writes ``masters``."""
-    _run("copy_edits", halves, masters, [], before, now, of_gradients)
-
-
-def join(halves: _Tensors, remainders: _Tensors, fulls: _Tensors) -> None:
-    """Calls the operator, which writes ``fulls``."""
-    _run("join", halves, fulls, [fulls], third=remainders)
-
-
-def split(fulls: _Tensors, halves: _Tensors, remainders: _Tensors) -> None:
-    """Calls the operator, which writes ``halves`` and ``remainders``."""
-    _run("split", halves, fulls, [halves, remainders], third=remainders)
-
-
-def round_stochastically(fulls: _Tensors, halves: _Tensors, keys: list[int]) -> None:
-    """Calls the operator, which writes ``halves``."""
-    _run("round_stochastically", halves, fulls, [halves], third=keys)
+    _found("clip_factor")(*arguments)
 
 
 def update_scale(*arguments: Any) -> None:
     """Calls the operator, which writes its first three arguments."""
-    _operator("update_scale")(*arguments)
+    _found("update_scale")(*arguments)
     _count_writes(list(arguments[:3]))
 
 
