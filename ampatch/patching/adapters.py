@@ -34,7 +34,7 @@ from ampatch.casting.nested import (
 )
 from ampatch.errors import BannedFunctionError, CastListError, Fault
 from ampatch.half_types import HALF_DTYPES, HALVES
-from ampatch.native.calls import Kind, PlainCast
+from ampatch.native.calls import PlainCast
 from ampatch.patching import recurrent_weights
 from ampatch.patching.cast_labels import named
 from ampatch.patching.emulation import Casts, Emulation
@@ -313,7 +313,7 @@ class Adapters(TensorCasts):
         self._to_half = self._make_to_half(self._half_of_all)
         self._chosen = self._half_of_models if self.for_models else self._half_of_all
         self._to_half_listed = self._make_to_half(self._chosen) if self.for_models else self._to_half
-        self._obeying_keywords: dict[Adapt, Adapter] = {}
+        self._obeying_keywords: dict[Adapt, Adapt] = {}
 
     def for_rule(self, rule: Rule, original: Function) -> Adapter:
         """Returns the adapter of one function under its rule.
@@ -358,7 +358,7 @@ class Adapters(TensorCasts):
         path = rule.path
         if dtype is None or is_in_place(path.name):
             return self._labelled(self.for_treatment(rule, original), path)
-        adapter = self._obeying(self._to[dtype], original, "to", dtype)
+        adapter = self._obeying(self._to[dtype], original, PlainCast("to", dtype))
         return self._labelled(self._unless_in_place(adapter, path, original, refuse_half=False), path)
 
     def _labelled(self, adapter: Adapter, path: Path) -> Adapter:
@@ -377,20 +377,19 @@ class Adapters(TensorCasts):
             return Adapter(self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST))
         if treatment is Treatment.WHITELIST:
             to_half = self._to_half_listed if is_listed else self._to_half
-            kind: Kind = "to" if to_half is self._to_half else "for_models"
-            adapter = self._obeying(to_half, original, kind, self.half_dtype)
+            plain_cast = PlainCast("to" if to_half is self._to_half else "for_models", self.half_dtype)
+            adapter = self._obeying(to_half, original, plain_cast)
             if original is not None and recurrent_weights.is_recurrent(original):
                 chosen = self._chosen if is_listed else self._half_of_all
                 return Adapter(self._with_weights_together(adapter.adapt, original, chosen))
             if original is LINEAR and self.linear is not None:
-                plain_cast = PlainCast(kind, self.half_dtype, product=self.linear.product)
-                return Adapter(adapter.adapt, plain_cast, self.linear.call)
+                return Adapter(adapter.adapt, replace(plain_cast, product=self.linear.product), self.linear.call)
         elif treatment is Treatment.PROMOTE:
-            adapter = self._obeying(self._to_widest, original, "promote")
+            adapter = self._obeying(self._to_widest, original, PlainCast("promote", None))
         elif rule.via_dtype:
-            adapter = self._obeying(self._via_dtype, original, "via_dtype", torch.float32)
+            adapter = self._obeying(self._via_dtype, original, PlainCast("via_dtype", torch.float32))
         else:
-            adapter = self._obeying(self._to[torch.float32], original, "to", torch.float32)
+            adapter = self._obeying(self._to[torch.float32], original, PlainCast("to", torch.float32))
         return self._unless_in_place(adapter, path, original, refuse_half=treatment is Treatment.BLACKLIST)
 
     def _in_formats(self, rule: Rule, formats: Formats, original: Function) -> Adapter:
@@ -424,7 +423,7 @@ class Adapters(TensorCasts):
             call = named(products.call, str(rule.path)) if self.labelled else products.call
             return replace(otherwise, plain_cast=None, instead=call)
         emulation = Emulation(rule, formats, original, chosen, type_of, self.cache)
-        adapt = self._obeying(emulation.adapt, original, "to").adapt
+        adapt = self._obeying(emulation.adapt, original, PlainCast("to", None)).adapt
         return for_format(self._labelled(Adapter(adapt, finish=emulation.finish), rule.path))
 
     def in_half(self, treatment: InHalf, path: Path, original: Function) -> Adapter:
@@ -439,13 +438,11 @@ class Adapters(TensorCasts):
         elif treatment is InHalf.ADD_TABLE:
             adapter = Adapter(self._mixed.adding_table, unmixed)
         else:
-            how: tuple[Adapt, Kind, torch.dtype | None] = (self._mixed.beside_half, "beside_half", self.half_dtype)
+            adapt, plain_cast = self._mixed.beside_half, PlainCast("beside_half", self.half_dtype, for_half=True)
             if treatment is InHalf.PROMOTE:
-                how = self._to_widest, "promote", None
-            adapter = self._obeying(how[0], original, *how[1:])
-            adapter = self._unless_in_place(adapter, path, original, refuse_half=False)
-            if adapter.plain_cast is not None:
-                adapter = replace(adapter, plain_cast=replace(adapter.plain_cast, for_half=True))
+                adapt, plain_cast = self._to_widest, PlainCast("promote", None, for_half=True)
+            obeying = self._obeying(adapt, original, plain_cast)
+            adapter = self._unless_in_place(obeying, path, original, refuse_half=False)
         return self._labelled(adapter, path)
 
     def by_kind(self) -> dict[str, Adapt]:
@@ -453,7 +450,8 @@ class Adapters(TensorCasts):
         decorated = Path("decorated", "function")
         kinds = (kind for kind in Treatment if kind is not Treatment.BANNED)
         adapters = {kind.value: self.for_treatment(Rule(decorated, kind, "decorated")) for kind in kinds}
-        adapters |= {name: self._obeying(self._to[dtype], None, "to", dtype) for name, dtype in HALF_DTYPES.items()}
+        for name, dtype in HALF_DTYPES.items():
+            adapters[name] = self._obeying(self._to[dtype], None, PlainCast("to", dtype))
         return {name: adapter.adapt for name, adapter in adapters.items()}
 
     def _make_to_half(self, chosen: _Chosen) -> Adapt:
@@ -540,9 +538,7 @@ class Adapters(TensorCasts):
                 return cast(args, kwargs)
         return args, {**kwargs, "dtype": torch.float32}
 
-    def _obeying(
-        self, adapt: Adapt, original: Function | None, kind: Kind, dtype: torch.dtype | None = None
-    ) -> Adapter:
+    def _obeying(self, adapt: Adapt, original: Function | None, plain_cast: PlainCast) -> Adapter:
         """Returns an adapter that obeys an explicit ``dtype=`` or ``out=``, and otherwise does what ``adapt`` does.
 
         With ``dtype=`` it casts nothing. With ``out=`` it casts to the type of that tensor, which is itself never cast.
@@ -550,8 +546,7 @@ class Adapters(TensorCasts):
         Args:
             adapt: adapter for calls with neither argument.
             original: the function; None if the adapter serves several.
-            kind: what ``adapt`` does to ordinary arguments.
-            dtype: type that ``adapt`` casts to; None if it promotes.
+            plain_cast: what ``adapt`` does to ordinary arguments.
         """
         # Builtins take both by keyword only (except softmax, see `_via_dtype`); some Python functions do not.
         names: tuple[str, ...] = ()
@@ -571,12 +566,10 @@ class Adapters(TensorCasts):
                     return self._as_written(written, args, kwargs)
             return adapt(args, kwargs)
 
-        if adapt not in self._obeying_keywords:
-            self._obeying_keywords[adapt] = Adapter(obeying_by_keyword, PlainCast(kind, dtype))
-        by_keyword = self._obeying_keywords[adapt]
+        obeying = self._obeying_keywords.setdefault(adapt, obeying_by_keyword)
         if not positions:
-            return by_keyword
-        first, obeying = min(positions), by_keyword.adapt
+            return Adapter(obeying, plain_cast)
+        first = min(positions)
 
         def obeying_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             if first < len(args) <= len(names):
@@ -584,7 +577,7 @@ class Adapters(TensorCasts):
                 kwargs = {**dict(named), **kwargs}
             return obeying(args, kwargs)
 
-        return Adapter(obeying_by_name, PlainCast(kind, dtype, first))
+        return Adapter(obeying_by_name, replace(plain_cast, positional=first))
 
     def _as_written(self, written: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         cast = self._casts.get(written.dtype)
