@@ -136,16 +136,13 @@ class CastLists:
         several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes, PathLike))
         lists = self
         for part in overlay if several else [overlay]:  # type: ignore[union-attr]
-            lists = lists._overlaid(*_read_overlay(part))
+            lists = lists._overlaid(*_read_overlay(part, len(lists.files) + 1))
         return lists
 
     def _overlaid(self, source: str, text: str, changes: Changes, modules: Sequence[ModuleRules]) -> CastLists:
-        named, number = {entry.name for entry in modules}, len(self.files) + 1
-        modules = [
-            replace(each, changes=each.changes and _numbered(each.changes, number), overlay=number) for each in modules
-        ]
+        named = {entry.name for entry in modules}
         return replace(
-            self._laid_over(_numbered(changes, number)),
+            self._laid_over(changes),
             files=(*self.files, source),
             texts=(*self.texts, text),
             modules=(*(entry for entry in self.modules if entry.name not in named), *modules),
@@ -180,11 +177,6 @@ class CastLists:
         return replace(self, rules=types.MappingProxyType(rules), named=named)
 
 
-def _numbered(changes: Changes, overlay: int) -> tuple[Change, ...]:
-    """Returns changes whose rules know the number of their overlay."""
-    return tuple((key, rule if rule is None else replace(rule, overlay=overlay)) for key, rule in changes)
-
-
 def _expanded(changes: Changes, within: Sequence[types.ModuleType] | None) -> Changes:
     """Returns the changes of a file with the functions that its patterns match in place of the patterns."""
     plain = [change for change in changes if not patterns.is_pattern(change[0][0])]
@@ -209,7 +201,7 @@ def shipped(level: str | None = None) -> CastLists:
         name = LEVELS[level].lists
         if name is None:
             return shipped()
-        parsed, file = Reading(name), files("ampatch.lists") / name
+        parsed, file = Reading(name, overlay=1), files("ampatch.lists") / name
         parsed.add_overlay(compose_own(file))
         return shipped()._overlaid(name, file.read_text("utf-8"), parsed.changes(), parsed.modules)
     parsed = Reading()
@@ -230,12 +222,13 @@ def peer(name: str) -> CastLists:
     return CastLists(types.MappingProxyType({key: rule for key, rule in parsed.changes() if rule is not None}))
 
 
-def _read_overlay(overlay: object) -> tuple[str, str, Changes, list[ModuleRules]]:
+def _read_overlay(overlay: object, number: int) -> tuple[str, str, Changes, list[ModuleRules]]:
     """Returns the name of an overlay for messages, its text, its changes, and its entries for parts of a model."""
     if isinstance(overlay, Mapping):
-        parsed = Reading("cast_lists")
+        parsed = Reading("cast_lists", overlay=number)
     elif isinstance(overlay, (str, PathLike)) and fspath(overlay):
-        parsed = Reading(os.path.expanduser(os.fsdecode(overlay)))  # noqa: PTH111 - Path's raises for an unknown user
+        file = os.path.expanduser(os.fsdecode(overlay))  # noqa: PTH111 - Path's raises for an unknown user
+        parsed = Reading(file, overlay=number)
     else:
         raise OptionError(f"cast_lists holds {overlay!r}; expected the path of a YAML file, or a mapping.")
     text = ""

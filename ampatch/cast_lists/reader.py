@@ -105,10 +105,15 @@ class Reading:
     """The changes and the faults found so far in one reading.
 
     Serves one reading only. A fault is recorded and reading goes on, so that the user sees all faults at once.
+
+    Args:
+        source: file, for messages.
+        resolve: True to look up names.
+        overlay: number of the overlay that is read; 0: the shipped lists.
     """
 
-    def __init__(self, source: str = "", resolve: bool = True) -> None:
-        self.source = source
+    def __init__(self, source: str = "", resolve: bool = True, overlay: int = 0) -> None:
+        self.source, self._overlay = source, overlay
         self._resolve = resolve
         self._changes: list[Change] = []
         self._faults: list[tuple[int, Fault]] = []
@@ -158,14 +163,14 @@ class Reading:
             elif kind_of(value) != "str" or value.value != FLOAT32:
                 # Without lines of its own, an empty value is said to be where the name is.
                 self.fault(name if kind_of(value) == "null" else value, _no_rules(name.value, value))
-            self.modules.append(ModuleRules(name.value, self._at(line_of(name)), changes, formats))
+            self.modules.append(ModuleRules(name.value, self._at(line_of(name)), changes, formats, self._overlay))
 
     def _changes_of(self, name: yaml.ScalarNode, node: yaml.Node) -> tuple[tuple[Change, ...], Formats | None]:
         """Returns the changes that an entry makes for its parts, and the formats that they compute in.
 
         A plain list of names stands for every spelling.
         """
-        inside = Reading(self.source, self._resolve)
+        inside = Reading(self.source, self._resolve, self._overlay)
         expected = f"names of lists, such as {name.value!r}: {{blacklist: [softmax]}}"
         options: dict[str, Any] = {}
         for list_name, value in inside._pairs(node, expected):
@@ -273,7 +278,7 @@ class Reading:
     def _rule(self, path: Path, entry: _Entry) -> Rule | None:
         if entry.treatment is None:
             return None
-        return Rule(path, entry.treatment, self._at(line_of(entry.node)), **entry.options)
+        return Rule(path, entry.treatment, self._at(line_of(entry.node)), overlay=self._overlay, **entry.options)
 
     def _add_pattern(self, entry: _Entry) -> None:
         """Adds an entry that stands for all functions that a pattern matches; `CastLists.expanded` looks them up."""
