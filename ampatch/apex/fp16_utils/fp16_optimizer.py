@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ampatch.apex.fp16_utils.fp16util import clip_grad_norm
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from ampatch.errors import LossScaleError, OptionError, did_you_mean
+from ampatch.errors import LossScaleError, OptionError
 from ampatch.half_types import HALVES
 from ampatch.native import kernels
+from ampatch.opt_levels import check_names
 from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import make_policy
 from ampatch.scaling.optimizer_step import check_optimizer
@@ -148,7 +149,9 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.dynamic_loss_scale = dynamic_loss_scale
         self.loss_scaler: LossScaler
         if dynamic_loss_scale:
-            self.loss_scaler = _dynamic_loss_scaler(**_checked_loss_args(dynamic_loss_args or {}))
+            settings = dynamic_loss_args or {}
+            check_names(settings, _LOSS_ARGS, "dynamic_loss_args has")
+            self.loss_scaler = _dynamic_loss_scaler(**settings)
         else:
             self.loss_scaler = LossScaler(_checked_scale(static_loss_scale))
         self.optimizer = init_optimizer
@@ -428,16 +431,6 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
                 for master, saved in zip(group, saved_group, strict=True):
                     master.copy_(saved)
         self._masters.write()
-
-
-def _checked_loss_args(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    unknown = [name for name in given if name not in _LOSS_ARGS]
-    if unknown:
-        raise OptionError(
-            f"dynamic_loss_args holds {', '.join(map(repr, unknown))}; expected some of {', '.join(_LOSS_ARGS)}."
-            f"{did_you_mean(unknown[0], _LOSS_ARGS)}"
-        )
-    return given
 
 
 def _dynamic_loss_scaler(**settings: Any) -> DynamicLossScaler:
