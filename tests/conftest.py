@@ -57,7 +57,6 @@ NEEDED = {
     "integration/test_accelerate.py": "accelerate",
     "integration/test_compared_architectures.py": "transformers",
     "integration/test_converted_architectures.py": "transformers",
-    "integration/test_fused_linear_frameworks.py": "transformers",
     "integration/test_half_architectures.py": "transformers",
     "integration/test_ignite.py": "ignite",
     "integration/test_lightning.py": "lightning",

@@ -85,15 +85,6 @@ class TestRegionUnderCasts:
         assert casts.seen in ([], [(region, torch.float32)])  # of those that read half and compute in float32, none
         assert_same_bits(found, BLACKLISTED[name](x.float()))
 
-    def test_a_layer_of_several_functions_computes_as_in_float32(self, half, region, device):
-        torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0).to(device)
-        x = operands(device)[0]
-        expected = layer(x)
-        with casts_on(half), torch.autocast(device, region):
-            found = layer(x)
-        torch.testing.assert_close(found.float(), expected, rtol=5e-2, atol=5e-2)
-
     def test_a_weight_is_cast_once_in_a_region(self, half, region, device):
         model = amp.initialize(nn.Linear(6, 6, bias=False).to(device), half_dtype=half, verbosity=0)
         x = operands(device)[0].to(region)
@@ -297,17 +288,6 @@ class TestGradScaler:
         backward(scaler.scale(model(x).float().sum()), optimizer)
         with pytest.raises(UsageError, match="Leave the GradScaler out"):
             scaler.step(optimizer)
-
-    def test_torchs_scaler_steps_after_a_session_at_o2(self, half, device, fused):
-        expected_model, optimizer, x = problem(device, fused)
-        expected = run(GradScaler(device, init_scale=64.0), expected_model, optimizer, x, False)
-        model, optimizer, x = problem(device, fused)
-        amp.initialize(model, optimizer, opt_level="O2", half_dtype=half, verbosity=0)
-        amp.deinitialize()
-        for one, other in zip(
-            run(GradScaler(device, init_scale=64.0), model, optimizer, x, False), expected, strict=True
-        ):
-            assert_same_bits(one, other)
 
 
 @EACH_HALF

@@ -627,16 +627,6 @@ class TestAdoptedModels:
         with pytest.raises((amp.UsageError, torch._dynamo.exc.Unsupported), match="the model is on 'cpu'"):
             fast(x)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
-    @ONE_HALF
-    def test_compiled_models_take_inputs_of_other_shapes(self, half, dynamic):
-        model = amp.initialize(Net(), half_dtype=half, verbosity=0)
-        fast = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-        for rows in (3, 5, 7):
-            x = torch.linspace(-1, 1, rows * 8).view(rows, 8)
-            torch.testing.assert_close(fast(x), model(x))
-
     @EACH_HALF
     @EACH_LEVEL
     @pytest.mark.covering(1)

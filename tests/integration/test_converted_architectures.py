@@ -67,24 +67,3 @@ def test_a_converted_architecture_exports_to_the_same_bits(name, half):
     with torch.no_grad():
         expected = tensors(made(**inputs))
         assert_same(torch.export.export(made, (), inputs).module()(**inputs), expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # in torch's compiler
-@pytest.mark.parametrize("name", ["Bert", "Llama", "T5", "ViT"])
-def test_a_converted_architecture_compiles_to_the_same_bits(name):
-    model, inputs = model_and_inputs(name)
-    made = amp.convert_model(model, "bfloat16")
-    with torch.no_grad():
-        expected = tensors(made(**inputs))
-        torch._dynamo.reset()
-        assert_same(torch.compile(made, backend="aot_eager")(**inputs), expected)
-
-
-def test_a_converted_architecture_generates_the_same_words():
-    model, _ = model_and_inputs("Llama")
-    words = torch.arange(2, 8)[None]
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    amp.initialize(model, opt_level="O1", half_dtype="bfloat16", verbosity=0)
-    expected = model.generate(words, **options)
-    amp.deinitialize()
-    assert torch.equal(amp.convert_model(model, "bfloat16").generate(words, **options), expected)

@@ -135,12 +135,6 @@ def both(*args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return alone(*args, not options.get("find_unused_parameters")), together(*args, **options)
 
 
-def assert_as_one(workers: Workers, level: str, half: torch.dtype, device: str, **options: Any) -> None:
-    for one, several in workers.run(functools.partial(both, **options), level, half, device):
-        assert_same_state(several, one)
-        assert any(bool(grad.any()) for grad in several["grads"] if grad is not None)
-
-
 def the_same(workers: Workers, function: Callable[..., Any], *args: Any) -> Any:
     """What a function returns, asserting that it is the same in every process."""
     first, *others = workers.run(function, *args)
@@ -177,17 +171,12 @@ WRAPPED: dict[str, dict[str, Any]] = {
 @EACH_DEVICE
 @EACH_HALF
 @EACH_LEVEL
-class TestOneStep:
-    @pytest.mark.parametrize("how", WRAPPED)
-    @pytest.mark.covering(1)
-    def test_two_ranks_step_to_the_bits_of_one_process(self, two, level, half, device, how):
-        assert_as_one(two, level, half, device, **WRAPPED[how])
-
-    @pytest.mark.parametrize("how", ["no_sync", "no_sync, bucket views"])
-    @pytest.mark.slow
-    @pytest.mark.either_way
-    def test_four_ranks_step_to_the_bits_of_one_process(self, four, level, half, device, how):
-        assert_as_one(four, level, half, device, **WRAPPED[how])
+@pytest.mark.parametrize("how", WRAPPED)
+@pytest.mark.covering(1)
+def test_two_ranks_step_to_the_bits_of_one_process(two, level, half, device, how):
+    for one, several in two.run(functools.partial(both, **WRAPPED[how]), level, half, device):
+        assert_same_state(several, one)
+        assert any(bool(grad.any()) for grad in several["grads"] if grad is not None)
 
 
 def classifier() -> nn.Sequential:
@@ -228,26 +217,16 @@ def fifty_steps(level: str, half: torch.dtype, device: str, accumulate: bool, fu
     }
 
 
-def check_fifty_steps(workers: Workers, *args: Any) -> None:
-    found = the_same(workers, fifty_steps, *args)
-    assert [step for step, was_skipped in enumerate(found["skipped"]) if was_skipped] == list(OVERFLOWS)
-    assert len(set(found["scales"])) > 2
-
-
 @EACH_DEVICE
 @EACH_HALF
 @EACH_LEVEL
-class TestFiftySteps:
-    @pytest.mark.slow_on_cpu
-    @pytest.mark.parametrize(("accumulate", "fused"), [(False, False), (True, False), (False, True)])
-    @pytest.mark.covering(1)
-    def test_two_ranks_skip_the_same_steps_and_stay_equal(self, two, level, half, device, accumulate, fused):
-        check_fifty_steps(two, level, half, device, accumulate, fused)
-
-    @pytest.mark.slow
-    @pytest.mark.either_way
-    def test_four_ranks_skip_the_same_steps_and_stay_equal(self, four, level, half, device):
-        check_fifty_steps(four, level, half, device, True, False)
+@pytest.mark.slow_on_cpu
+@pytest.mark.parametrize(("accumulate", "fused"), [(False, False), (True, False), (False, True)])
+@pytest.mark.covering(1)
+def test_two_ranks_skip_the_same_steps_and_stay_equal(two, level, half, device, accumulate, fused):
+    found = the_same(two, fifty_steps, level, half, device, accumulate, fused)
+    assert [step for step, was_skipped in enumerate(found["skipped"]) if was_skipped] == list(OVERFLOWS)
+    assert len(set(found["scales"])) > 2
 
 
 def from_other_weights(level: str, device: str, init_sync: bool) -> list[Tensor | None]:

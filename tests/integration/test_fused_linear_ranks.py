@@ -237,12 +237,9 @@ def test_fsdp_trains_to_the_same_bits(two, kind, half):
         assert (found == 0) == (kind.startswith("FSDP1") or kind == "fully_shard, in half")
 
 
-def in_columns_and_rows(with_fsdp: bool, half: torch.dtype, fused: bool) -> tuple[int, Any]:
+def in_columns_and_rows(half: torch.dtype, fused: bool) -> tuple[int, Any]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
-    mesh = init_device_mesh("cpu", (2, 2) if with_fsdp else (2,), mesh_dim_names=("data", "model")[-1 - with_fsdp :])
-    parallelize_module(model, mesh["model"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    if with_fsdp:
-        fully_shard(model, mesh=mesh["data"])
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "1": RowwiseParallel()})
     optimizer = set_up(model, half, fused)
     out = model(batch())
     found = nodes_of(out)
@@ -254,16 +251,8 @@ def in_columns_and_rows(with_fsdp: bool, half: torch.dtype, fused: bool) -> tupl
 # Layers that are split have DTensors as weights, and are called as without fused_linear.
 @EACH_HALF
 def test_tensor_parallel_layers_train_to_the_same_bits(two, half):
-    for found, _ in two.run(compared, in_columns_and_rows, False, half):
+    for found, _ in two.run(compared, in_columns_and_rows, half):
         assert found == 1  # the layer that is not split
-
-
-@EACH_HALF
-@pytest.mark.slow
-@pytest.mark.either_way
-def test_tensor_parallel_layers_under_fsdp_train_to_the_same_bits(four, half):
-    for found, _ in four.run(compared, in_columns_and_rows, True, half):
-        assert found == 1
 
 
 def in_two_parts(half: torch.dtype, fused: bool) -> tuple[int, Any]:

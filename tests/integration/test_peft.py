@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import assert_same_bits, assert_same_state, dtype_name
 from optimizers import backward
 from peft import (
@@ -37,9 +36,7 @@ from safetensors.torch import load_file
 from small_nets import EACH_HALF, EACH_LEVEL
 from small_transformers import llama
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PrinterCallback, TrainingArguments
-from workers import Workers
 
 from ampatch import amp
 from ampatch.diagnostics.peak_memory import peak_allocated
@@ -133,20 +130,6 @@ def types_of_those(model: nn.Module, *, trained: bool) -> set[torch.dtype]:
     return {each.dtype for each in model.parameters() if each.requires_grad is trained}
 
 
-def trained_as_rank(level: str, half: torch.dtype) -> dict[str, Tensor]:
-    model = adapted(half)
-    optimizer = initialize(model, level, half)
-    replicated, before = DistributedDataParallel(model), trained_weights(model)
-    for step in range(4):
-        batch = BATCHES[(step + dist.get_rank()) % 4]
-        backward(replicated(input_ids=batch, labels=batch).loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    after = trained_weights(model)
-    assert all(not torch.equal(before[name], each) for name, each in after.items() if ".lora_B." in name)
-    return after
-
-
 class TestTraining:
     @pytest.mark.slow
     @pytest.mark.parametrize("method", METHODS)
@@ -179,12 +162,6 @@ class TestTraining:
         assert types_of_those(model, trained=True) == {torch.float32}
         assert types_of_those(model, trained=False) == {base}
         assert_same_state(trained_weights(model), saved)
-
-    def test_o5_learns_what_float32_learns_on_a_bfloat16_base(self) -> None:
-        model = adapted(torch.bfloat16)
-        losses = train(model, initialize(model, "O5", None))
-        amp.deinitialize()
-        assert losses == pytest.approx(float32_losses("LoRA")[:4], abs=0.02)
 
     @pytest.mark.slow
     @EACH_LEVEL
@@ -287,14 +264,6 @@ class TestTraining:
         ranks = [int(each.count_nonzero()) for name, each in model.named_parameters() if "lora_E" in name]
         assert sum(ranks) == 4
 
-    @pytest.mark.slow
-    @EACH_LEVEL
-    @EACH_HALF
-    def test_two_ranks_end_with_the_same_bits(self, level: str, half: torch.dtype, two: Workers) -> None:
-        first, second = two.run(trained_as_rank, level, half)
-        assert_same_state(first, second)
-        assert {each.dtype for each in first.values()} == {torch.float32}
-
 
 class TestSaving:
     @EACH_HALF
@@ -352,13 +321,6 @@ class TestSaving:
             train(model, optimizer)
         assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
         assert all(not torch.equal(each, saved[name]) for name, each in trained_weights(model).items())
-
-    def test_load_adapter_with_assigned_weights_raises_at_o2(self, tmp_path: Path) -> None:
-        model = adapted(torch.float16)
-        initialize(model, "O2", torch.float16)
-        model.save_pretrained(tmp_path)
-        with pytest.raises(UsageError, match=r"load_state_dict\(assign=True\) would replace"):
-            model.load_adapter(tmp_path, "other", low_cpu_mem_usage=True)
 
 
 class TestMerging:
@@ -478,24 +440,6 @@ class TestMistakes:
         with pytest.warns(AmpWarning, match=r"AdamW updates \d+ parameters, all of which are frozen.*lora_A"):
             initialize(model, level, torch.float16, optimizer)
 
-    def test_wrapping_a_base_that_amp_has_made_half_raises(self) -> None:
-        base = llama()
-        amp.initialize(base, opt_level="O2", half_dtype=torch.float16, verbosity=0, init_scale=1024.0)
-        model = get_peft_model(base, lora())
-        with pytest.raises(UsageError, match=r"Hand in the outer one only, after amp\.deinitialize\(\)"):
-            initialize(model, "O2", torch.float16)
-        amp.deinitialize()
-        initialize(model, "O2", torch.float16)
-
-    @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-    def test_a_base_of_the_other_half_type_raises(self, level: str) -> None:
-        base, half = (torch.float16, torch.bfloat16) if level == "O5" else (torch.bfloat16, torch.float16)
-        model = adapted(base)
-        weights = copy.deepcopy(model.state_dict())
-        with pytest.raises(OptionError, match=f"is {base}, and would be rounded to {half} for good"):
-            initialize(model, level, half)
-        assert_same_state(model.state_dict(), weights)
-
 
 class TestTrainer:
     def make(self, folder: Path, level: str, config: Any = None, **given: Any) -> Any:
@@ -527,14 +471,3 @@ class TestTrainer:
             OptionError, match=r"modules_to_save\.default\.weight is to be trained and is torch\.float16"
         ):
             trainer.train()
-
-    @EACH_LEVEL
-    def test_the_trainer_loads_the_best_adapter_at_the_end(self, level: str, tmp_path: Path) -> None:
-        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-        trainer = self.make(tmp_path, level, **best)
-        trainer.train()
-        assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"  # the loss falls
-        saved = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
-        found = {name.replace(".default", ""): each for name, each in trained_weights(trainer.model).items()}
-        assert {each.dtype for each in saved.values()} == {torch.float32}
-        assert_same_state(found, saved)

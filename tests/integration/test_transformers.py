@@ -323,11 +323,6 @@ class TestOverrides:
         assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=0.02)
         assert set(seen) <= {torch.float32}
 
-    def test_cast_model_outputs_sets_the_type_of_outputs(self, tmp_path: Path) -> None:
-        trainer = make(tmp_path, {"half_dtype": "float16", "cast_model_outputs": "float16"})
-        with trainer.amp_session():
-            assert trainer.model(SENTENCES[0][None]).logits.dtype is torch.float16
-
     def test_casts_are_off_in_callbacks_metrics_and_data(self, tmp_path: Path) -> None:
         def multiply(*_: Any, **__: Any) -> None:
             products.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
@@ -410,13 +405,6 @@ class TestPredicting:
         predicted = trainer.predict(COPIES[:8]).predictions
         assert predicted.dtype == np.int64
         assert set(kinds) == {(torch.float16, True), (torch.float16, False)}
-
-    def test_calls_of_the_model_in_a_session_compute_in_half(self, tmp_path: Path) -> None:
-        trainer = make(tmp_path, {"half_dtype": "float16"}, model=gpt2(), data=COPIES)
-        computed = types_computed_by(trainer.model.lm_head)
-        with trainer.amp_session():
-            trainer.model.generate(SENTENCES[0][None], max_new_tokens=2, pad_token_id=0)
-        assert computed == {torch.float16}
 
     def test_a_callback_may_open_a_session(self, tmp_path: Path) -> None:
         def sample(model: Any, **_: Any) -> None:
@@ -516,17 +504,6 @@ class TestEndings:
 
 
 class TestPrecisionOfTheLauncher:
-    @pytest.mark.filterwarnings("ignore:accelerate launch, or its config file")
-    @pytest.mark.parametrize(("launched", "half"), [("bf16", "float16"), ("bf16", None), ("fp16", None)])
-    @EACH_LEVEL
-    @pytest.mark.covering(1)
-    def test_amp_alone_casts(self, level: str, launched: str, half: str | None, launch: Any, tmp_path: Path) -> None:
-        expected = half or {"bf16": "bfloat16", "fp16": "float16"}[launched]
-        alone = trained(tmp_path, {"opt_level": level, "half_dtype": expected})
-        launch(launched)
-        trainer = trained(tmp_path, {"opt_level": level} | ({"half_dtype": half} if half else {}))
-        assert_same_state(bits(trainer), bits(alone))
-
     def test_it_warns_once_and_sets_the_scaler_aside_for_good(self, launch: Any, tmp_path: Path) -> None:
         launch("bf16")
         trainer = make(tmp_path, {"half_dtype": "float16"}, max_steps=1, eval_dataset=CLASSES)
