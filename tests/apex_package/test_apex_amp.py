@@ -89,12 +89,6 @@ class TestPackage:
         setup(**{"opt_level": "O1", **options})
         assert _amp_state.opt_properties.half_dtype is torch.bfloat16
 
-    def test_arguments_may_be_given_by_position(self) -> None:
-        model = nn.Linear(2, 2)
-        given = apex_amp.initialize(model, [], True, "O3")
-        assert given == (model, [])
-        assert model.weight.dtype is torch.float16
-
     @pytest.mark.parametrize(
         ("opt_level", "message"),
         [(["O1"], "opt_level is"), (None, "opt_level is"), (1, "opt_level is"), ("o1", "capital letter O")],
@@ -307,12 +301,6 @@ class TestStash:
         pickle.dump(optimizer, io.BytesIO())
         amp.deinitialize()
         assert not {"_amp_stash", "_amp_lazy_init", "_lazy_init_maybe_master_weights"} & set(vars(optimizer))
-
-    def test_each_of_several_optimizers_has_a_stash(self) -> None:
-        models = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        apex_amp.initialize(models, optimizers, opt_level="O2")
-        assert [len(optimizer._amp_stash.all_fp16_params) for optimizer in optimizers] == [2, 2]
 
 
 @pytest.mark.usefixtures("edited_lists")

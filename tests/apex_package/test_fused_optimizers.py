@@ -490,13 +490,6 @@ class TestOptions:
         with pytest.raises(OptionError, match="betas="):
             FusedAdam(parameters, betas=(0.9, 1.0))
 
-    def test_fused_sgd_takes_a_learning_rate_for_each_group(self):
-        first, second = parameters_of(values(0)[:2]), parameters_of(values(0)[2:])
-        optimizer = FusedSGD([{"params": first, "lr": 0.05}, {"params": second, "lr": 0.2}], momentum=0.9)
-        run(optimizer, first + second)
-        slow, fast = (published(FusedSGD, values(0), lr=lr, momentum=0.9) for lr in (0.05, 0.2))
-        assert_close(first + second, slow[:2] + fast[2:])
-
     def test_fused_sgd_refuses_a_group_without_a_learning_rate(self):
         parameters = parameters_of(values(0))
         for groups in (parameters, [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:]}]):
@@ -683,34 +676,6 @@ class TestUnderAmp:
         assert not amp.step_was_skipped(optimizer)
         assert all(torch.isfinite(each).all() for each in model.parameters())
         assert_skips(model, optimizer)
-
-    @pytest.mark.covering(1)
-    def test_training_updates_masters_and_comes_close_to_float32(self, optimizer_class, opt_level):
-        losses = []
-        for level in ("O0", opt_level):
-            model, optimizer = initialized(optimizer_class, level, lr=0.01)
-            train(model, optimizer, range(10))
-            losses.append(loss_of(model, 0).item())
-        assert losses[1] == pytest.approx(losses[0], rel=0.02)
-        masters = list(amp.master_params(optimizer))
-        assert {each.dtype for each in masters} == {torch.float32}
-        assert any(each.dtype is torch.bfloat16 for each in model.parameters()) == (opt_level == "O2")
-        for master, parameter in zip(masters, model.parameters(), strict=True):
-            assert_same_bits(parameter, master.to(parameter.dtype))
-        assert {each for each in optimizer.state if optimizer.state[each]} == set(model.parameters())
-
-    @pytest.mark.covering(1)
-    def test_a_resumed_run_ends_with_the_same_bits(self, optimizer_class, opt_level):
-        model, optimizer = initialized(optimizer_class, opt_level)
-        train(model, optimizer, range(3))
-        saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), amp.state_dict()])
-        train(model, optimizer, range(3, 6))
-        expected = copy.deepcopy(model.state_dict())
-        model, optimizer = initialized(optimizer_class, opt_level)
-        for each, state in zip((model, optimizer, amp), saved, strict=True):
-            each.load_state_dict(state)
-        train(model, optimizer, range(3, 6))
-        assert_same_state(model.state_dict(), expected)
 
 
 @pytest.mark.usefixtures("far_away")

@@ -87,14 +87,6 @@ class TestReplacing:
         train(model, optimizer)
         assert runtime.disabled is (options == {"enabled": False})
 
-    def test_the_same_settings_join_the_session(self) -> None:
-        first = fold("O2")
-        live = runtime.live
-        second = fold("O2")
-        assert runtime.live is live
-        train(*first)
-        train(*second)
-
     @pytest.mark.parametrize("second", ["O0", "O1", "O3", "O5"])
     @pytest.mark.parametrize("with_norm", [True, False])  # without one, the optimizer has masters alone
     def test_the_same_model_may_be_initialized_at_another_level(self, with_norm: bool, second: str) -> None:
@@ -111,15 +103,6 @@ class TestReplacing:
         fold("O2")
         fold("O2", cast_model_type=torch.bfloat16)
         assert apex_amp._amp_state.opt_properties == expected
-
-    def test_amp_may_be_switched_off_and_on_again(self) -> None:
-        model, optimizer = fold("O1")
-        apex_amp.initialize(model, optimizer, enabled=False)
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
-        with apex_amp.scale_loss(torch.ones(()), optimizer) as scaled:
-            assert scaled == 1
-        fold("O1")
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype is torch.float16
 
     def test_init_replaces_a_session_and_is_replaced(self) -> None:
         handle = apex_amp.init()

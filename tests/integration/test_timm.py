@@ -181,6 +181,13 @@ class TestTraining:
             optimizer.step()
         assert_same_state(weights(model), weights(plain))
 
+    @EACH_LEVEL
+    def test_weights_and_masters_stay_in_channels_last(self, level):
+        model, optimizer = make(level, network=lambda: convolutions().to(memory_format=torch.channels_last))
+        train(model, optimizer, range(2))
+        for each in (*model.parameters(), *amp.master_params(optimizer)):
+            assert each.ndim != 4 or each.is_contiguous(memory_format=torch.channels_last)
+
 
 class TestClipping:
     @EACH_LEVEL
