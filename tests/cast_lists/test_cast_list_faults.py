@@ -13,7 +13,7 @@ from torch import nn
 from ampatch import amp
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.rules import Treatment
-from ampatch.errors import AmpError, CastListError, OptionError
+from ampatch.errors import CastListError, OptionError
 from ampatch.runtime import runtime
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
@@ -523,30 +523,7 @@ class TestMappings:
         assert faults({"whitelist": {"torch": names}}) == ["cast_lists: it is nested too deeply, or contains itself."]
 
 
-# One fault of each kind.
-UNSOUND = {
-    "syntax": "whitelist: [",
-    "unknown list": "whitelsit: {}",
-    "no function": "whitelist: {torch: [zzz]}",
-    "two lists": "whitelist: {torch: [exp]}\nblacklist: {torch: [exp]}",
-    "condition": "blacklist: {torch: [{name: exp, when: {x: [1]}}]}",
-}
-
-
 class TestNothingIsPatched:
-    @pytest.mark.parametrize("content", UNSOUND.values(), ids=UNSOUND)
-    def test_an_initialize_that_finds_a_fault_patches_nothing(
-        self, write: Write, content: str, half: torch.dtype
-    ) -> None:
-        model, mm = nn.Linear(1, 1), torch.mm
-
-        with pytest.raises(AmpError, match=r"own\.yaml:"):
-            amp.initialize(model, half_dtype=half, cast_lists=write(content))
-
-        assert runtime.live is None
-        assert torch.mm is mm
-        assert not model._forward_hooks
-
     def test_a_second_initialize_that_finds_a_fault_ends_no_casts(self, write: Write) -> None:
         with casts_on(torch.bfloat16):
             live, mm = runtime.live, torch.mm

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import LIST_NAMES, LISTS, entries, lacks
 from strategies import HALF_NAMES, Move, moves, overlay
-from torch import Tensor, nn
+from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from ampatch import amp
@@ -124,30 +124,6 @@ class TestPeers:
 
 
 class TestMoving:
-    def test_an_overlay_moves_functions_between_lists(self) -> None:
-        changes = {
-            "blacklist": {"torch": ["mm"]},
-            "promote": {"torch": ["relu", {"name": "bmm", "dtypes": ["bfloat16"]}]},
-            "unlisted": {"torch": ["exp"]},
-        }
-        lists = shipped().overlaid(changes)
-
-        paths = ["torch.mm", "torch.relu", "torch.bmm", "torch.exp", "torch.Tensor.mm"]
-        assert [treatment(shipped(), path) for path in paths] == [
-            ["whitelist", "whitelist"],
-            [None, None],
-            ["whitelist", "whitelist"],
-            ["blacklist", None],
-            ["whitelist", "whitelist"],
-        ]
-        assert [treatment(lists, path) for path in paths] == [
-            ["blacklist", "blacklist"],
-            ["promote", "promote"],
-            ["whitelist", "promote"],
-            [None, None],
-            ["whitelist", "whitelist"],  # a method, and not the function of its name
-        ]
-
     def test_a_function_named_again_has_the_new_options_only(self) -> None:
         assert rule(shipped(), "torch.sum").via_dtype
         lists = shipped().overlaid({"blacklist": {"torch": ["sum"]}})
@@ -176,12 +152,6 @@ class TestNamesOfOneFunction:
 
         assert treatment(lists, "torch.of_mine") == ["promote", "promote"]
         assert treatment(lists, "torch.of_mine_too") == ["blacklist", "blacklist"]
-
-    def test_two_names_of_a_function_may_have_the_same_options(self) -> None:
-        entry = {"name": "conv2d", "when": {"groups": [1]}}
-        lists = shipped().overlaid({"promote": {"torch": [entry], "torch.nn.functional": [entry]}})
-
-        assert rule(lists, "torch.conv2d").when == rule(lists, "torch.nn.functional.conv2d").when != ()
 
     @pytest.mark.parametrize("target", ["blacklist", "unlisted"])
     def test_names_of_one_function_are_recognised_under_casts(self, target: str) -> None:
@@ -223,11 +193,6 @@ class TestFiles:
         lists = shipped().overlaid(write(content))
         assert lists == shipped().overlaid(mapping)
         assert (lists == shipped()) == (not mapping)
-
-    def test_files_and_mappings_are_laid_in_their_order(self, write: Write) -> None:
-        files = [write("promote: {torch: [mm]}", "a.yaml"), write("blacklist: {torch: [mm]}", "b.yaml")]
-        assert treatment(shipped().overlaid(files), "torch.mm") == ["blacklist", "blacklist"]
-        assert treatment(shipped().overlaid([*files, MM]), "torch.mm") == [None, None]
 
     def test_a_rule_has_file_and_line_which_make_no_difference(self, write: Write) -> None:
         file = write("blacklist:\n  torch:\n  - mm\n  - {name: bmm}\n")
@@ -448,16 +413,6 @@ class TestConditions:
         file = write("blacklist:\n  torch.nn.functional:\n  - {name: rrelu, when: {lower: ['1', 1, 1.5, true, no, ~]}}")
         ((_, values),) = rule(shipped().overlaid(file), "torch.nn.functional.rrelu").when
         assert repr(values) == repr(("1", 1, 1.5, True, False, None))
-
-
-class TestASecondModel:
-    @pytest.mark.parametrize("form", ["file", "mapping"])
-    def test_a_second_model_joins_with_the_same_lists(self, write: Write, form: str) -> None:
-        mapping = {"blacklist": {"torch": ["conv2d", {"name": "sum", "when": {"keepdim": [True]}}]}}
-        given_as = write(yaml.safe_dump(mapping)) if form == "file" else mapping
-        for _ in range(2):
-            amp.initialize(nn.Linear(1, 1), half_dtype=BFLOAT16, cast_lists=given_as, verbosity=0)
-        amp.deinitialize()
 
 
 class TestLayingOverlays:

@@ -63,15 +63,6 @@ class TestPolicy:
             f"torch.log  promote    {file}:5  bfloat16 only",
         ]
 
-    def test_lines_for_one_half_type_leave_the_other_out(self) -> None:
-        rules = lists(blacklist={"torch": [{"name": "exp", "dtypes": ["float16"]}, "log"]})
-
-        assert list_reports.policy(rules, FLOAT16) == [
-            "torch.exp  blacklist  cast_lists",
-            "torch.log  blacklist  cast_lists",
-        ]
-        assert list_reports.policy(rules, BFLOAT16) == ["torch.log  blacklist  cast_lists"]
-
     def test_values_of_a_condition_are_written_as_in_yaml(self) -> None:
         when = {"inplace": [False], "training": [True, "true", None, 1, "two\nlines"]}
         rules = lists(blacklist={"torch.nn.functional": [{"name": "rrelu", "when": when}]})

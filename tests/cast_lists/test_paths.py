@@ -109,18 +109,6 @@ class TestFunctions:
         assert find(Path("torch.Tensor", "exp")) is torch.Tensor.exp  # inherited from a class in C
         assert str(Path("torch.Tensor", "mm")) == "torch.Tensor.mm"
 
-    @pytest.mark.parametrize(
-        ("path", "message"),
-        [
-            (Path("torch", "matmull"), r"'torch' has no 'matmull'\. Did you mean 'matmul'"),
-            (Path("torch.Tensor", "__matmull__"), r"'torch\.Tensor' has no '__matmull__'\. Did you mean '__matmul__'"),
-        ],
-        ids=str,
-    )
-    def test_a_missing_function_is_an_error_with_the_nearest(self, path: Path, message: str) -> None:
-        with pytest.raises(PathError, match=message):
-            find(path)
-
     def test_private_names_are_suggested_for_private_names_only(self) -> None:
         with pytest.raises(PathError) as found:
             find(Path("torch", "convolutionn"))

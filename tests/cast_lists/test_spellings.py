@@ -381,10 +381,6 @@ class TestUndoneEdits:
         __import__("of_others")
         assert undone({"whitelist": {"of_others": ["call"]}}) == {}
 
-    def test_an_undone_edit_is_found_under_casts(self) -> None:
-        with casts_on(half_dtype=HALF):
-            assert undone({"whitelist": {"torch.nn.functional": ["softmax"]}})
-
 
 class TestCalledFunctions:
     @pytest.mark.parametrize(

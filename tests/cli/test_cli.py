@@ -270,31 +270,6 @@ class TestCheck:
         )
 
     @pytest.mark.parametrize(
-        ("content", "faults"),
-        [
-            pytest.param(
-                "whitelist:\n  torch: [mmm]\nblaklist: {}\n", [":2: 'torch' has no 'mmm'", ":3: "], id="names"
-            ),
-            pytest.param("promote: {torch: [{name: 1}, exq]}\n", [":1: name: found", ":1: "], id="two on a line"),
-            pytest.param("whitelist:\n  ]\n", [":2: not valid YAML"], id="not YAML"),
-            pytest.param("whitelist: {torch: [mm]}\n\0", [":2: not valid YAML"], id="a control character"),
-            pytest.param("blacklist: {torch: [mm, 'two\n\n  lines']}\n", [":1: 'torch' has no"], id="a name in lines"),
-            pytest.param("just a sentence\n", [":1: found"], id="no mapping"),
-            pytest.param("whitelist: !!python/object:os.system {}\n", [":1: "], id="an object"),
-            pytest.param(b"\xff\xfe\xfa", [":1: "], id="not text"),
-            pytest.param("whitelist: " + 10_000 * "[", [": "], id="too deep"),
-        ],
-    )
-    def test_each_fault_is_one_line_and_the_status_1(
-        self, content: str | bytes, faults: list[str], own: Callable[..., Path]
-    ) -> None:
-        file = own(content)
-        status, out, err = ampatch("lists", "check", file)
-        assert (status, err) == (1, "")
-        for line, fault in zip(out.splitlines(), faults, strict=True):
-            assert line.startswith(f"{file}{fault}")
-
-    @pytest.mark.parametrize(
         ("name", "why"),
         [("missing.yaml", "No such file"), ("", "Is a directory"), ("two\nlines.yaml", "No such file")],
         ids=["missing", "folder", "name in lines"],
