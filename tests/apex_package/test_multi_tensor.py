@@ -89,16 +89,6 @@ class TestScale:
         assert_same_state(ins, before)
         assert overflow.item() == 0
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("same_objects", [True, False])
-    def test_scale_works_in_place(self, dtype, same_objects):
-        grads = drawn(0, (dtype,))
-        expected = [(grad.float() * 0.25).to(dtype) for grad in grads]
-        memory = [grad.data_ptr() for grad in grads]
-        amp_C.multi_tensor_scale(2048, flag(), [grads, grads if same_objects else [grad.data for grad in grads]], 0.25)
-        assert_same_state(grads, expected)
-        assert [grad.data_ptr() for grad in grads] == memory
-
     def test_scale_in_place_or_into_float32_takes_no_memory(self):
         halves, singles = [torch.ones(5, dtype=torch.bfloat16)], [torch.ones(5)]
         with Copies(halves + singles) as copied:
