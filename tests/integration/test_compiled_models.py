@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +15,8 @@ import torch.nn.functional as F
 from helpers import casts_on, check_rows, dtype_name, together
 from small_nets import EACH_DEVICE, EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -132,20 +129,9 @@ KINDS: dict[str, Callable[[Weights, Tensor], Any]] = {
 }
 
 
-# All at once in one graph, which takes a fourth of the time; and each by itself.
-EACH_KIND_AND_ALL = pytest.mark.parametrize(
-    "kinds",
-    [
-        pytest.param([*KINDS], id="all"),
-        *(pytest.param([kind], id=kind, marks=pytest.mark.slow) for kind in KINDS),
-    ],
-)
-
-
-def of_kinds(kinds: list[str]) -> Callable[[nn.ModuleList, Tensor], list[Any]]:
-    """What calls every kind, each with weights of its own."""
-    functions = [KINDS[kind] for kind in kinds]
-    return lambda weights, x: [function(own, x) for function, own in zip(functions, weights, strict=True)]
+def of_every_kind(weights: nn.ModuleList, x: Tensor) -> list[Any]:
+    """Calls every kind, each with weights of its own."""
+    return [function(own, x) for function, own in zip(KINDS.values(), weights, strict=True)]
 
 
 def inputs(device: str) -> Tensor:
@@ -164,87 +150,29 @@ def casts_on_by_every_kind(model: nn.Module, half: torch.dtype) -> Iterator[None
     amp.deinitialize()
 
 
-class Recorder(TorchDispatchMode):
-    """Notes which operators run, and in which types, but for casts and what only looks at a tensor otherwise."""
-
-    _LEFT_OUT = frozenset({"_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "clone"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[str, tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = Counter()
-
-    def note(self, operator: Any, given: object, result: object) -> None:
-        name = operator.name().removeprefix("aten::").partition(".")[0]
-        if name.removesuffix("_") not in self._LEFT_OUT and dtypes(given):
-            # A tracer has no operators that write in place, and gives views of the results instead.
-            self.seen[name.removesuffix("_"), tuple(dtypes(given)), tuple(dtypes(result))] += 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tree_leaves((args, kwargs))
-        result = func(*args, **(kwargs or {}))
-        self.note(func, given, result)
-        return result
-
-
-def recording_backend(recorder: Recorder, name: str) -> Any:
-    """A backend whose graph is noted: the one that Dynamo made, as it runs, or what AOTAutograd makes of that."""
-
-    def as_it_runs(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with recorder:
-                return graph(*args)
-
-        return run
-
-    def as_it_stands(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        for node in graph.graph.nodes:
-            if isinstance(node.target, torch._ops.OpOverload):
-                given = [n.meta.get("val") for n in node.all_input_nodes]
-                recorder.note(node.target, given, node.meta["val"])
-        return graph.forward
-
-    return as_it_runs if name == "eager" else aot_autograd(fw_compiler=as_it_stands)
-
-
 @pytest.mark.filterwarnings("ignore:.*autograd functions are all static:DeprecationWarning")  # torch, of itself
-class TestEachKindOfRule:
-    @EACH_DEVICE
-    @ONE_HALF
-    @EACH_KIND_AND_ALL
-    def test_each_rule_compiles_to_one_graph_with_the_results_of_eager_code(self, kinds, half, device, subtests):
-        weights, x = nn.ModuleList(Weights() for _ in kinds).to(device), inputs(device)
+@EACH_DEVICE
+@ONE_HALF
+def test_rules_of_every_kind_compile_to_one_graph_with_the_results_of_eager_code(half, device, subtests):
+    weights, x = nn.ModuleList(Weights() for _ in KINDS).to(device), inputs(device)
 
-        def run(function: Callable[..., Any]) -> tuple[Any, list[list[Tensor | None]]]:
-            results = function(weights, x)
-            total = sum(result.float().pow(2).sum() for result in tree_leaves(results) if result.requires_grad)
-            found = torch.autograd.grad(total, list(weights.parameters()), allow_unused=True)
-            size = len(found) // len(kinds)
-            return results, [list(found[start : start + size]) for start in range(0, len(found), size)]
+    def run(function: Callable[..., Any]) -> tuple[Any, list[list[Tensor | None]]]:
+        results = function(weights, x)
+        total = sum(result.float().pow(2).sum() for result in tree_leaves(results) if result.requires_grad)
+        found = torch.autograd.grad(total, list(weights.parameters()), allow_unused=True)
+        size = len(found) // len(KINDS)
+        return results, [list(found[start : start + size]) for start in range(0, len(found), size)]
 
-        def check(found: Any, eager: Any, found_gradients: Any, gradients: Any) -> None:
-            assert dtypes(found) == dtypes(eager)
-            torch.testing.assert_close(found, eager, rtol=1e-2, atol=1e-2)
-            torch.testing.assert_close(found_gradients, gradients, rtol=2e-2, atol=2e-2)
+    def check(found: Any, eager: Any, found_gradients: Any, gradients: Any) -> None:
+        assert dtypes(found) == dtypes(eager)
+        torch.testing.assert_close(found, eager, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(found_gradients, gradients, rtol=2e-2, atol=2e-2)
 
-        with casts_on_by_every_kind(weights, half):
-            eager = run(of_kinds(kinds))
-            found = run(torch.compile(of_kinds(kinds), backend="aot_eager", fullgraph=True))
-        assert graph_breaks() == 0
-        check_rows(subtests, zip(kinds, found[0], eager[0], found[1], eager[1], strict=True), check)
-
-    @pytest.mark.slow_on_cpu
-    @EACH_DEVICE
-    @pytest.mark.parametrize(("half", "backend"), [(torch.bfloat16, "eager"), (torch.float16, "aot_eager")])
-    @EACH_KIND_AND_ALL
-    def test_compiled_operators_have_the_types_of_eager_code(self, kinds, half, backend, device):
-        weights, x = nn.ModuleList(Weights() for _ in kinds).to(device), inputs(device)
-        eager, compiled = Recorder(), Recorder()
-        with casts_on_by_every_kind(weights, half), torch.no_grad():
-            with eager:
-                of_kinds(kinds)(weights, x)
-            torch.compile(of_kinds(kinds), backend=recording_backend(compiled, backend), fullgraph=True)(weights, x)
-        assert compiled.seen == eager.seen
-        assert eager.seen
+    with casts_on_by_every_kind(weights, half):
+        eager = run(of_every_kind)
+        found = run(torch.compile(of_every_kind, backend="aot_eager", fullgraph=True))
+    assert graph_breaks() == 0
+    check_rows(subtests, zip(KINDS, found[0], eager[0], found[1], eager[1], strict=True), check)
 
 
 # --- regions without casts ------------------------------------------------------------------------
