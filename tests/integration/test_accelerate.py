@@ -412,35 +412,6 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 class TestSeveralModels:
-    @EACH_LEVEL
-    def test_two_models_and_optimizers_learn_what_float32_learns(self, level: str, tmp_path: Path) -> None:
-        def train(*, with_amp: bool) -> dict[str, Any]:
-            accelerator = Accelerator(cpu=True)
-            nets = [net(0), nn.Linear(3, 1)]
-            objects = (*nets, *map(adam, nets), loader())
-            prepared = prepare(accelerator, *objects, opt_level=level if with_amp else "O0", **FLOAT16)
-            generator, critic, of_generator, of_critic, batches = prepared
-            values = []
-            for x, _ in batches:
-                fake = generator(x)
-                loss = critic(fake.detach()).square().mean() + (critic(torch.ones(8, 3)) - 1).square().mean()
-                accelerator.backward(loss)
-                of_critic.step()
-                of_critic.zero_grad()
-                accelerator.backward(-critic(fake).mean())
-                accelerator.clip_grad_norm_(generator.parameters(), 1.0)
-                of_generator.step()
-                of_generator.zero_grad()
-                values.append(loss.item())
-            accelerator.save_state(tmp_path)
-            accelerator.free_memory()
-            return {"values": values, "model": nets[0].state_dict()}
-
-        with_amp, without = train(with_amp=True), train(with_amp=False)
-        assert with_amp["values"] == pytest.approx(without["values"], rel=0.05)
-        for name, value in with_amp["model"].items():
-            assert torch.allclose(value, without["model"][name], atol=0.02)
-
     @pytest.mark.parametrize("how", ["apart", "sharing a layer", "within amp.scale_loss"])
     def test_an_overflow_skips_the_steps_of_optimizers_whose_gradients_have_it(self, how: str) -> None:
         def backward(loss: Tensor, optimizer: Any) -> None:
@@ -576,12 +547,6 @@ class TestBackward:
         assert distance(grads_of(run.optimizer), [each.grad for each in plain.parameters()]) < 0.02
         run.optimizer.step()  # a warning would be an error here
 
-    def test_a_first_step_that_casts_nothing_warns(self) -> None:
-        accelerator, weight = Accelerator(cpu=True), nn.Embedding(3, 3)
-        model, _ = prepare(accelerator, weight, adam(weight), half_dtype="float16")
-        with pytest.warns(AmpWarning, match="has cast nothing"):
-            accelerator.backward(model.weight.abs().sum())
-
 
 class TestEvaluation:
     @EACH_HALF
@@ -689,17 +654,6 @@ class TestEndings:
             gc.enable()
         assert reference() is None
         assert was_on == [False]  # amp, which holds the model, ends before accelerate frees it
-
-    def test_objects_that_are_prepared_again_get_a_fresh_scale(self) -> None:
-        run = Run("O2", **EXPLODING).train()
-        assert amp.get_loss_scale() < 2.0**24
-        run.accelerator.free_memory()
-        optimizer = run.optimizer.optimizer
-        run.model, run.optimizer, run.loader = prepare(
-            run.accelerator, run.raw, optimizer, loader(), opt_level="O1", **EXPLODING
-        )
-        assert amp.get_loss_scale() == 2.0**24
-        assert run.train(epochs=2).losses[-1] < run.losses[0]
 
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=lambda error: error.__name__)
     def test_an_error_within_prepare_undoes_it(

@@ -11,7 +11,6 @@ import json
 import pickle
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,6 @@ from ignite.handlers import (
     EMAHandler,
     FastaiLRFinder,
     LRScheduler,
-    ModelCheckpoint,
     TerminateOnNan,
 )
 from ignite.handlers.base_logger import BaseOutputHandler
@@ -424,18 +422,6 @@ class TestNumbers:
             assert type(copied) is dict
             assert copied == stats
 
-    def test_numbers_of_the_state_are_current(self) -> None:
-        engine = Engine(lambda *_: None)
-        AmpHandler().attach(engine)
-        assert engine.state.amp == {}
-        net = Net()
-        amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), half_dtype="float16", **SCALE)
-        stats = engine.state.amp
-        assert len(stats) == len(list(stats)) == len(stats.keys()) > 0
-        amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
-        assert stats["loss_scale"] == stats.get("loss_scale") == dict(stats.items())["loss_scale"] == 8
-        amp.deinitialize()
-
 
 class TestCheckpoints:
     @EACH_LEVEL
@@ -483,20 +469,6 @@ class TestCheckpoints:
         assert {each.dtype for each in saved[0]["model"].values()} == {torch.float32}
         if half is torch.float16:
             assert whole.handler.state_dict()["loss_scaler0"]["loss_scale"] > 1024
-
-    def test_checkpoints_load_into_plain_nets_and_into_amp(self, tmp_path: Path) -> None:
-        run = Run("O2")
-        saving = ModelCheckpoint(tmp_path, n_saved=1)
-        run.trainer.add_event_handler(
-            Events.COMPLETED, saving, {"model": run.net, "optimizer": run.optimizer, "amp": run.handler}
-        )
-        run.run()
-        plain = Run()
-        Checkpoint.load_objects({"model": plain.net, "optimizer": plain.optimizer}, saving.last_checkpoint)
-        assert_same_state(weights(plain.net), weights(run.net))
-        amp.initialize(plain.net, plain.optimizer, opt_level="O2", half_dtype="float16")
-        amp.load_state_dict(torch.load(saving.last_checkpoint, weights_only=True)["amp"])
-        amp.deinitialize()
 
     def test_the_scaler_of_ignites_own_trainer_is_taken_over(self) -> None:
         saved = torch.amp.GradScaler("cpu", init_scale=512.0)

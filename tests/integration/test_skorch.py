@@ -25,7 +25,6 @@ from skorch.callbacks import (
     Callback,
     Checkpoint,
     EarlyStopping,
-    EpochScoring,
     Freezer,
     GradientNormClipping,
     InputShapeSetter,
@@ -152,13 +151,6 @@ class TestTraining:
         assert_same_nets(whole, pieces)
         assert scale_of(whole) > 2**16
 
-    def test_a_net_that_is_initialized_again_has_a_fresh_scale(self) -> None:
-        net = make(amp__scale_window=3).fit(X, Y)
-        grown = scale_of(net)
-        net.initialize()
-        assert net.amp_.state_dict() == {}
-        assert grown == scale_of(net.fit(X, Y)) > 2**16
-
     def test_lbfgs_learns_what_float32_learns(self) -> None:
         options = {
             "optimizer": torch.optim.LBFGS, "optimizer__max_iter": 4, "lr": 0.05, "batch_size": -1,
@@ -230,14 +222,6 @@ class TestPredicting:
         before = net.module_.first.weight.clone()
         net.partial_fit(X, Y)
         assert_same_bits(net.module_.first.weight.detach(), before.detach())
-
-    def test_scores_are_the_same_with_cached_predictions(self) -> None:
-        cached, uncached = (
-            make(callbacks=[EpochScoring("accuracy", name="a", use_caching=caching)]).fit(X, Y)
-            for caching in (True, False)
-        )
-        assert cached.history[:, "a"] == uncached.history[:, "a"]
-        assert_same_nets(cached, uncached)
 
     def test_a_trimmed_and_pickled_net_predicts_the_same_bits(self) -> None:
         net = make(amp__opt_level="O2").fit(X, Y)
@@ -630,13 +614,6 @@ class TestSaving:
         path = str(tmp_path / "amp.pt")
         make(amp__init_scale=8.0).fit(X, Y).save_params(f_amp=path)
         assert scale_of(make(callbacks=[on_event("on_epoch_begin", load)]).fit(X, Y)) == 8
-
-    def test_a_bad_state_raises_and_changes_nothing(self) -> None:
-        net = make().fit(X, Y)
-        before = net.amp_.state_dict()
-        with pytest.raises(OptionError, match="loss_scale"):
-            net.amp_.load_state_dict({**before, "loss_scaler0.loss_scale": torch.tensor(-1.0)})
-        assert_same_state(net.amp_.state_dict(), before)
 
     def test_bad_files_of_a_state_raise(self, tmp_path: Path) -> None:
         net, path = make().fit(X, Y), str(tmp_path / "params.pt")

@@ -36,9 +36,7 @@ from transformers import logging as transformers_logging
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.integrations import accelerate_optimizers
-from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.integrations.transformers import AmpatchMixin, AmpatchTrainer
-from ampatch.ledger import PatchLedger
 
 transformers_logging.set_verbosity_error()
 GENERATOR = torch.Generator().manual_seed(0)
@@ -471,13 +469,6 @@ class TestCheckpoints:
         best = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2")
         assert_same_state(bits(trainer), best.state_dict())
 
-    def test_a_checkpoint_loads_without_the_adapter(self, tmp_path: Path) -> None:
-        given = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-        make(tmp_path, "O2", **given).train()
-        plain = make(tmp_path, kind=Trainer, **given)
-        plain.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-        assert plain.state.global_step == 2
-
 
 class TestEndings:
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=lambda error: error.__name__)
@@ -611,13 +602,6 @@ class TestBadInput:
 class TestAccelerated:
     """Of `ampatch.integrations.accelerate_optimizers`, without Trainer."""
 
-    def test_optimizers_without_amp_keep_their_own_step_was_skipped(self) -> None:
-        optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
-        with accelerate_optimizers.adopted_optimizers.installed():
-            assert not optimizer.step_was_skipped
-            optimizer._is_overflow = True
-            assert optimizer.step_was_skipped
-
     def test_parameters_without_masters_are_clipped_themselves(self) -> None:
         parameter = nn.Parameter(torch.ones(2))
         assert accelerate_optimizers.updated(parameter) == [parameter]
@@ -625,25 +609,3 @@ class TestAccelerated:
             amp.initialize(nn.Linear(2, 2), verbosity=0)
             assert accelerate_optimizers.updated([parameter])[0] is parameter
             amp.deinitialize()
-
-    def test_bare_returns_the_wrapped_optimizer(self) -> None:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-        assert accelerate_optimizers.bare(Accelerator(cpu=True).prepare(optimizer)) is optimizer
-        assert accelerate_optimizers.bare(optimizer) is optimizer
-
-    def test_shared_patches_stay_until_the_last_user_leaves(self) -> None:
-        class Owner:
-            value = 1
-
-        def install(ledger: PatchLedger) -> None:
-            ledger.set(Owner, "value", Owner.value + 1)
-
-        patches = SharedPatches(install)
-        first, second = patches.installed(), patches.installed()
-        first.__enter__()
-        second.__enter__()
-        assert Owner.value == 2
-        first.__exit__(None, None, None)
-        assert Owner.value == 2
-        second.__exit__(None, None, None)
-        assert Owner.value == 1
