@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 from fresh import COMMAND, Fresh
-from helpers import check_rows
 
 import ampatch
 from ampatch.cli.no_gpu import HINT
@@ -140,7 +138,6 @@ class TestSameAsPlainPython:
         assert found.stdout == expected.stdout
 
 
-# The first three run every day.
 IMPORTS = {
     "there is one of every module": (
         "import apex\n"
@@ -185,36 +182,8 @@ IMPORTS = {
     ),
 }
 
-# Each program in a fork of its own, so that torch is imported once for all.
-IN_FORKS = """
-import json, os, sys, torch
-assert not any(name.partition(".")[0] in ("apex", "ampatch") for name in sys.modules)
-statuses = {{}}
-for name, program in {programs}.items():
-    child = os.fork()
-    if not child:
-        break
-    statuses[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-if child:
-    print(json.dumps(statuses))
-else:
-    exec(program)
-"""
-
 
 class TestApex:
-    @pytest.mark.slow
-    def test_every_form_of_import_works_after_torch(self, tmp_path: Path, subtests: pytest.Subtests) -> None:
-        programs = dict(itertools.islice(IMPORTS.items(), 3))
-        found = run_script(IN_FORKS.format(programs=programs), tmp_path)
-        statuses = json.loads(found.stdout)
-
-        def check(status: int) -> None:
-            assert status == 0
-
-        check_rows(subtests, statuses.items(), check)
-        assert (list(statuses), found.stderr) == (list(programs), "")
-
     @pytest.mark.slow
     @pytest.mark.parametrize("program", IMPORTS.values(), ids=IMPORTS)
     def test_every_form_of_import_works_before_torch(self, program: str, tmp_path: Path) -> None:
@@ -369,17 +338,6 @@ class TestHintWithoutAGpu:
             "    traceback.print_exc()\n"
         )
         assert HINT in run_script(program, tmp_path, env=NO_GPU).stderr
-
-    def test_other_errors_have_no_hint_and_torch_is_unpatched(self, tmp_path: Path) -> None:
-        program = (
-            "import torch\n"
-            "from apex import amp\n"
-            "print(torch.cuda.is_available.__module__)\n"
-            "torch.ones(2, 3) @ torch.ones(2, 3)\n"
-        )
-        found = run_script(program, tmp_path, env=NO_GPU)
-        assert (found.returncode, found.stdout) == (1, "torch.cuda\n")
-        assert "ampatch:" not in found.stderr
 
 
 @pytest.mark.slow
