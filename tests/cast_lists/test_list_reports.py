@@ -50,19 +50,6 @@ class TestPolicy:
         assert [line.split()[0] for line in policy] == ["torch.exp", "torch.mm", "torch.Tensor.bmm", "torch.Tensor.mm"]
         assert list_reports.policy(CastLists({})) == []
 
-    def test_entries_of_one_function_for_two_half_types_have_two_lines(self, write: Write) -> None:
-        file = write(
-            "promote:\n  torch:\n  - {name: exp, dtypes: [float16]}\n  - {name: exp, dtypes: [bfloat16]}\n"
-            "  - {name: log, dtypes: [bfloat16]}\nblacklist: {torch: [{name: log, dtypes: [float16]}]}\n"
-        )
-
-        assert list_reports.policy(CastLists({}).overlaid(file)) == [
-            f"torch.exp  promote    {file}:3  float16 only",
-            f"torch.exp  promote    {file}:4  bfloat16 only",
-            f"torch.log  blacklist  {file}:6  float16 only",
-            f"torch.log  promote    {file}:5  bfloat16 only",
-        ]
-
     def test_values_of_a_condition_are_written_as_in_yaml(self) -> None:
         when = {"inplace": [False], "training": [True, "true", None, 1, "two\nlines"]}
         rules = lists(blacklist={"torch.nn.functional": [{"name": "rrelu", "when": when}]})

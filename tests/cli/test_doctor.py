@@ -420,17 +420,6 @@ class TestPatchesByOthers:
         assert foreign() == [f"torch.nn.functional.linear: {said}"]
         assert replaced() == []
 
-    @pytest.mark.slow
-    @REPLACEMENTS
-    def test_a_replacement_beneath_amps_patch_is_named(self, replacement, said, monkeypatch):
-        # Has torch build a table of its functions, once in a process, by their names: some of these have none.
-        with casts_on():
-            pass
-        monkeypatch.setattr(F, "linear", replacement)
-        with casts_on():
-            assert foreign() == [f"torch.nn.functional.linear: {said}"]
-            assert replaced() == []
-
     @REPLACEMENTS
     def test_a_replacement_of_amps_patch_is_told_apart(self, replacement, said, monkeypatch):
         with casts_on(), monkeypatch.context() as patch:

@@ -36,7 +36,9 @@ from transformers import logging as transformers_logging
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.integrations import accelerate_optimizers
+from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.integrations.transformers import AmpatchMixin, AmpatchTrainer
+from ampatch.ledger import PatchLedger
 
 transformers_logging.set_verbosity_error()
 GENERATOR = torch.Generator().manual_seed(0)
@@ -404,6 +406,13 @@ class TestPredicting:
         assert predicted.dtype == np.int64
         assert set(kinds) == {(torch.float16, True), (torch.float16, False)}
 
+    def test_calls_of_the_model_in_a_session_compute_in_half(self, tmp_path: Path) -> None:
+        trainer = make(tmp_path, {"half_dtype": "float16"}, model=gpt2(), data=COPIES)
+        computed = types_computed_by(trainer.model.lm_head)
+        with trainer.amp_session():
+            trainer.model.generate(SENTENCES[0][None], max_new_tokens=2, pad_token_id=0)
+        assert computed == {torch.float16}
+
     def test_a_callback_may_open_a_session(self, tmp_path: Path) -> None:
         def sample(model: Any, **_: Any) -> None:
             with trainer.amp_session():
@@ -609,3 +618,20 @@ class TestAccelerated:
             amp.initialize(nn.Linear(2, 2), verbosity=0)
             assert accelerate_optimizers.updated([parameter])[0] is parameter
             amp.deinitialize()
+
+    def test_shared_patches_stay_until_the_last_user_leaves(self) -> None:
+        class Owner:
+            value = 1
+
+        def install(ledger: PatchLedger) -> None:
+            ledger.set(Owner, "value", Owner.value + 1)
+
+        patches = SharedPatches(install)
+        first, second = patches.installed(), patches.installed()
+        first.__enter__()
+        second.__enter__()
+        assert Owner.value == 2
+        first.__exit__(None, None, None)
+        assert Owner.value == 2
+        second.__exit__(None, None, None)
+        assert Owner.value == 1
