@@ -150,13 +150,6 @@ class TestSkippedSteps:
         assert is_finite(model)
         assert not torch.equal(model[0].weight, before[0][0])
 
-    @every_level
-    def test_step_without_the_check_destroys_the_weights(self, options):
-        model, optimizer = started(check_finite=False, **options)
-        train(model, optimizer, math.nan)
-        assert not amp.step_was_skipped(optimizer)
-        assert not is_finite(model)
-
     @pytest.mark.parametrize("loss_scale", [1.0, 2.0**-30, 128.0])
     @pytest.mark.parametrize("on_overflow", ["log", "explain"])
     def test_skipped_steps_are_logged_and_leave_a_static_scale_alone(self, on_overflow, loss_scale, caplog):
@@ -173,13 +166,6 @@ class TestSkippedSteps:
         in_a_block(model, optimizer, loss_id=1)
         optimizer.step()
         assert caplog.messages == [LINE.format(1, "keeping loss scale at", 1.0)]
-
-    def test_loss_that_is_not_finite_is_warned_of_once(self):
-        model, optimizer = started()
-        in_a_block(model, optimizer)
-        with pytest.warns(AmpWarning, match=r"the loss of a skipped step is nan\. Look") as told:
-            optimizer.step()
-        assert len(told) == 1
 
     @every_optimizer
     @pytest.mark.usefixtures("distance")

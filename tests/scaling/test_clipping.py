@@ -22,7 +22,7 @@ from stepping import SCALE, every_half, everything, loss_of, network
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
+from ampatch.errors import LossScaleError, OptionError, UsageError
 from ampatch.native import kernels
 
 MAX_NORM = 0.1  # less than every norm here
@@ -47,7 +47,6 @@ LEVELS: dict[str, dict[str, Any]] = {
 
 every_level = pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-fused_or_not = pytest.mark.parametrize("make", [ADAM, FUSED], ids=["Adam", "Adam-fused"])
 delays = pytest.mark.parametrize("delayed", [False, True], ids=["unscaled", "delayed"])
 
 with_a_graph = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
@@ -56,14 +55,6 @@ with_a_graph = pytest.mark.filterwarnings("ignore:Using backward.. with create_g
 def started(make: Callable[..., Any] = ADAM, **options: Any) -> tuple[Any, Any]:
     """Returns a network and its optimizer after a step: from its second on, a fused one skips by itself."""
     return stepping.started(make, **{"steps": 1, **options})
-
-
-def clipped(make: Callable[..., Any] = FUSED, **options: Any) -> tuple[Any, Any]:
-    """Returns a network and its optimizer, whose gradients were left scaled and then clipped."""
-    model, optimizer = started(make, **options)
-    backward(loss_of(model), optimizer, delay_unscale=True)
-    amp.clip_grad_norm_(optimizer, MAX_NORM)
-    return model, optimizer
 
 
 def gradients(optimizer: Any) -> list[Tensor]:
@@ -163,7 +154,9 @@ class TestAgainstTorch:
 
     @pytest.mark.parametrize("clip", [amp.clip_grad_norm_, clip_by_torch], ids=["amp", "torch"])
     def test_clipping_twice_clips_what_is_there(self, clip):
-        _, optimizer = clipped()
+        model, optimizer = started()
+        backward(loss_of(model), optimizer, delay_unscale=True)
+        amp.clip_grad_norm_(optimizer, MAX_NORM)
         assert clip(optimizer, MAX_NORM / 2).item() == pytest.approx(MAX_NORM, rel=1e-4)
         assert_norm(optimizer, MAX_NORM / 2)
 
@@ -190,9 +183,8 @@ class TestAgainstTorch:
         assert amp.clip_grad_norm_(optimizer, math.inf).item() == pytest.approx(norm_of(expected), rel=rel)
         torch.testing.assert_close(gradients(optimizer), expected, rtol=rel, atol=1e-3 if rel > 1e-3 else 1e-7)
 
-    @fused_or_not
-    def test_block_after_clipping_adds_to_clipped_gradients(self, make):
-        model, optimizer = started(make)
+    def test_block_after_clipping_adds_to_clipped_gradients(self):
+        model, optimizer = started()
         backward(loss_of(model), optimizer)
         clip_by_torch(optimizer)
         backward(loss_of(model, 1), optimizer)
@@ -225,42 +217,15 @@ class TestAgainstTorch:
         assert second.item() == 12
         weight.grad = None  # torch asks for that, to break the cycle
 
-
-# Whoever reads gradients between clipping and the step.
-READERS: dict[str, Callable[[Any, Callable[[], None]], object]] = {
-    "closure": lambda optimizer, note: optimizer.step(note),
-    "hook": lambda optimizer, note: (optimizer.register_step_pre_hook(lambda *_: note()), optimizer.step()),
-}
-
-
-# What a script does between clipping and the step.
-BETWEEN: dict[str, Callable[[Any], object]] = {
-    "a-plain-backward-pass": lambda model: loss_of(model, 1).backward(),
-    "a-plain-backward-pass-alone": lambda model: (model.zero_grad(), loss_of(model, 1).backward()),
-    "an-edit": lambda model: model[0].weight.grad.mul_(2),
-}
-
-
-class TestFusedOptimizers:
-    """Between clipping and the step their gradients are as those of any other optimizer."""
-
-    @pytest.mark.parametrize(
-        ("make", "options", "last"),
-        [
-            (ADAM, {}, "multiply_"),
-            (FUSED, {}, "multiply_"),
-            (FUSED, {"opt_level": "O2"}, "unscale_copy"),
-        ],
-        ids=["not-fused", "fused", "masters"],
-    )
-    def test_gradients_are_unscaled_and_clipped_in_one_pass(self, make, options, last, monkeypatch):
+    @pytest.mark.parametrize(("options", "last"), [({}, "multiply_"), ({"opt_level": "O2"}, "unscale_copy")])
+    def test_gradients_are_unscaled_and_clipped_in_one_pass(self, options, last, monkeypatch):
         def noted(name: str, kernel: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
             tensors = list(tensors)
             if tensors:
                 passes.append(name)
             kernel(tensors, *args, **kwargs)
 
-        model, optimizer = started(make, **options)
+        model, optimizer = started(**options)
         backward(loss_of(model), optimizer, delay_unscale=True)
         passes: list[str] = []
         for name in ("unscale_", "multiply_", "unscale_copy", "unscale_add", "found_inf_norm"):
@@ -268,68 +233,6 @@ class TestFusedOptimizers:
         amp.clip_grad_norm_(optimizer, MAX_NORM)
         assert passes == ["found_inf_norm", last]
         assert_norm(optimizer)
-
-    def test_gradients_before_the_first_step_are_clipped_at_once(self):
-        # The first step makes state, so amp decides about it.
-        assert_norm(clipped(steps=0)[1])
-
-    @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-    def test_closures_and_hooks_find_clipped_gradients_and_the_step_is_the_same(self, read):
-        _, expected = clipped(ADAM)
-        expected.step()
-        amp.deinitialize()
-        _, optimizer = clipped()
-        seen: list[float] = []
-        read(optimizer, lambda: seen.append(norm_of(gradients(optimizer))))
-        assert seen == [pytest.approx(MAX_NORM, rel=1e-4)]
-        torch.testing.assert_close(weights(optimizer), weights(expected), rtol=1e-5, atol=1e-6)
-
-    def test_deinitialize_leaves_clipped_gradients(self):
-        _, optimizer = clipped()
-        amp.deinitialize()
-        assert_norm(optimizer)
-
-    def test_step_of_another_optimizer_with_the_same_parameters_finds_clipped_gradients(self):
-        model, optimizer = started(FUSED)
-        other = MOMENTUM(model.parameters())
-        initialize(nn.Module(), other, init_scale=SCALE)
-        backward(loss_of(model), optimizer, delay_unscale=True)
-        amp.clip_grad_norm_(optimizer, MAX_NORM)
-        with pytest.warns(AmpWarning, match="no amp.scale_loss was told of"):
-            other.step()
-        assert_norm(optimizer)
-
-    @pytest.mark.parametrize("change", BETWEEN.values(), ids=BETWEEN)
-    def test_changes_between_clipping_and_step_count_as_with_other_optimizers(self, change):
-        results = []
-        for make in (ADAM, FUSED):
-            model, optimizer = clipped(make)
-            change(model)
-            optimizer.step()
-            results.append(weights(optimizer))
-            amp.deinitialize()
-        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
-
-    @pytest.mark.parametrize("set_to_none", [False, True])
-    def test_gradients_may_be_cleared_between_clipping_and_step(self, set_to_none):
-        model, optimizer = clipped()
-        before = weights(optimizer)
-        optimizer.zero_grad(set_to_none)
-        optimizer.step()
-        assert not any(grad.any() for grad in gradients(optimizer))
-        if set_to_none:
-            assert_same_state(weights(optimizer), before)
-        backward(loss_of(model), optimizer)
-        optimizer.step()
-
-    def test_training_goes_on_after_a_hook_that_raises(self):
-        model, optimizer = clipped()
-        hook = optimizer.register_step_post_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            optimizer.step()
-        hook.remove()
-        backward(loss_of(model), optimizer)
-        optimizer.step()
 
     @every_optimizer
     def test_closure_may_clip(self, make):
@@ -367,10 +270,9 @@ class TestOverflows:
         assert not amp.step_was_skipped(optimizer)
         assert all(weight.isfinite().all() for weight in weights(optimizer))
 
-    @fused_or_not
     @pytest.mark.parametrize("loss_scale", [1.0, 64.0])
-    def test_overflow_under_a_static_scale_does_not_reach_the_next_gradients(self, make, loss_scale):
-        model, optimizer = started(make, loss_scale=loss_scale)
+    def test_overflow_under_a_static_scale_does_not_reach_the_next_gradients(self, loss_scale):
+        model, optimizer = started(loss_scale=loss_scale)
         for factor in (math.inf, 1):
             optimizer.zero_grad(set_to_none=False)
             backward(loss_of(model) * factor, optimizer, delay_unscale=True)
@@ -378,9 +280,8 @@ class TestOverflows:
         optimizer.step()
         assert all(weight.isfinite().all() for weight in weights(optimizer))
 
-    @fused_or_not
-    def test_step_skipped_by_an_earlier_overflow_leaves_clipped_gradients(self, make):
-        model, optimizer = started(make)
+    def test_step_skipped_by_an_earlier_overflow_leaves_clipped_gradients(self):
+        model, optimizer = started()
         backward(loss_of(model, 1) * math.inf, optimizer)
         backward(loss_of(model), optimizer, delay_unscale=True)
         amp.clip_grad_norm_(optimizer, MAX_NORM)
@@ -420,10 +321,9 @@ class TestOverflows:
             optimizer.step()
         assert amp.skipped_steps(optimizer) == 1
 
-    @fused_or_not
-    def test_overflow_of_one_of_two_optimizers_skips_both_and_halves_the_scale_once(self, make):
+    def test_overflow_of_one_of_two_optimizers_skips_both_and_halves_the_scale_once(self):
         models = network(), network()
-        optimizers = [make(model.parameters()) for model in models]
+        optimizers = [ADAM(model.parameters()) for model in models]
         initialize(list(models), optimizers, init_scale=SCALE)
         for factor in (1, math.inf):
             for optimizer in optimizers:

@@ -122,15 +122,6 @@ class TestTransition:
         policy = ScalePolicy(dynamic=False, init_scale=16.0, scale_window=1)
         assert after("x.x.", policy).loss_scale == 16
 
-    @given(overflows=st.text("x.", max_size=200), window=st.integers(1, 5), hysteresis=st.integers(1, 4))
-    def test_scale_never_leaves_its_bounds(self, overflows, window, hysteresis):
-        policy = ScalePolicy(True, 1.0, 2.0, 0.5, window, hysteresis, min_loss_scale=2.0**-3, max_loss_scale=2.0**3)
-        state = first_state(policy)
-        for overflow in overflows:
-            state = next_state(state, overflow == "x", policy)
-            assert policy.min_loss_scale <= state.loss_scale <= policy.max_loss_scale
-            assert 0 <= state.unskipped < window
-
 
 def of_apex(overflows: str, window: int) -> tuple[float, int]:
     """The scale and the clean steps of Apex's dynamic scaler, after passes."""

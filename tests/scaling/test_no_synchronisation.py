@@ -530,15 +530,6 @@ def line(scale: float, scaler: int = 0) -> str:
 
 
 class TestLogLines:
-    @every_level
-    @pytest.mark.parametrize("verbosity", [0, 1])
-    def test_each_overflow_is_logged_once_unless_verbosity_is_0(self, verbosity, options, caplog):
-        model, optimizer = started(verbosity=verbosity, **options)
-        train(model, optimizer, math.inf, 1, math.inf, math.inf, 1, 1)
-        assert caplog.messages == [line(SCALE / 2), line(SCALE / 4), line(SCALE / 8)] * verbosity
-        assert amp.skipped_steps(optimizer) == 3
-        assert len(caplog.messages) == 3 * verbosity
-
     def test_late_news_is_logged_when_it_arrives_with_the_scale_of_its_step(self, caplog, post):
         model, optimizer = started(verbosity=1, scale_window=1, **LEVELS["O2-float16"])
         post.delivers = False
