@@ -337,23 +337,6 @@ class TestOtherLevels:
         assert all(parameter.isfinite().all() for parameter in run.model.parameters())
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_plain_torch_loads_the_masters(level):
-    run = trained(level)
-    masters = [updated.detach().float() for updated in amp.master_params(run.optimizer)]
-    saved = through_a_file(run.checkpoint())
-    amp.deinitialize()
-    model = Network()
-    optimizer = MOMENTUM(model.parameters())
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    assert_same_state(list(model.parameters()), masters)
-    assert_same_state(optimizer.state_dict(), run.optimizer.state_dict())
-    loss_of(model, 3).backward()
-    optimizer.step()
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("options", [{}, {"master_weights": False}, *({"master_weights": kind} for kind in TEMPORARY)])
 @pytest.mark.parametrize("kept", [False, True], ids=["saved", "keep_vars"])
 def test_a_tied_weight_is_one_tensor_in_a_state_dict_and_a_new_one_in_the_next(options, kept):

@@ -285,14 +285,6 @@ class TestTensors:
         model(torch.ones(1, 2)).sum().backward()
         assert fired == [torch.bfloat16, "accumulated"]
 
-    def test_recurrent_layers_train(self, half_dtype):
-        class Last(nn.LSTM):
-            def forward(self, x: Tensor) -> Tensor:
-                return super().forward(x)[0]
-
-        model = Last(3, 4, num_layers=2, batch_first=True)
-        assert train(model, torch.randn(2, 5, 3), half_dtype=half_dtype).isfinite().all()
-
 
 class Symmetric(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from optimizers import backward
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ampatch
 from ampatch import amp
@@ -150,21 +147,6 @@ class TestParameters:
         assert {each.dtype for each in training.masters} == {torch.float32}
 
 
-def test_torchs_distributed_checkpoint_saves_and_loads_float32(half):
-    training = initialized(half, torch.optim.AdamW)
-    training.step()
-    saved = copy.deepcopy(get_state_dict(training.model, training.optimizer))
-    assert {each.dtype for each in saved[0].values()} == {torch.float32}
-    training.step(seed=2)
-    wanted = training.values()
-    amp.deinitialize()
-    training = initialized(half, torch.optim.AdamW)
-    training.step(seed=3)
-    set_state_dict(training.model, training.optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
-    training.step(seed=2)
-    assert_same_state(training.masters, wanted)
-
-
 class ScheduleFree(torch.optim.SGD):
     """Changes its parameters in methods of its own, as SAM and schedule-free optimizers do."""
 
@@ -275,27 +257,6 @@ class TestMethodsOfTheOptimizer:
 
 
 class TestInterruptedSteps:
-    def test_an_interrupt_in_the_exchange_leaves_half_weights(self, half, monkeypatch):
-        training = initialized(half)
-        training.step()
-        before = training.values()
-        swaps = itertools.count()
-        original = torch._C._swap_tensor_impl
-
-        def interrupted(*pair: Tensor) -> None:
-            if next(swaps) == 2:
-                raise KeyboardInterrupt
-            original(*pair)
-
-        monkeypatch.setattr("ampatch.weights.exchange.swap_tensor_impl", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            training.step()
-        monkeypatch.undo()
-        assert training.dtypes() == {half}
-        assert training.model(torch.ones(1, 4)).dtype is torch.float32
-        assert_same_state(training.masters, before)
-        training.step()
-
     def test_deinitialize_within_a_step_gives_float32_back(self, half):
         class Ends(torch.optim.SGD):
             def step(self, closure: Any = None) -> None:
@@ -305,29 +266,6 @@ class TestInterruptedSteps:
         training = initialized(half, Ends)
         training.step()
         assert training.dtypes() == {torch.float32}
-
-    def test_a_block_within_a_step_is_an_error_with_the_cure(self, half):
-        class Evaluates(torch.optim.SGD):
-            def step(self, closure: Any = None) -> None:
-                with amp.scale_loss(training.model(torch.ones(2, 4)).mean(), self):
-                    pass
-
-        training = initialized(half, Evaluates)
-        with pytest.raises(UsageError, match=r"stands in the step of its Evaluates.*optimizer\.step\(closure\)"):
-            training.step()
-        assert training.dtypes() == {half}
-
-
-def test_half_state_loaded_past_amp_is_float32_from_the_next_step(half):
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    load = optimizer.load_state_dict  # bound before amp replaces it
-    amp.initialize(model, optimizer, opt_level="O2", half_dtype=half, loss_scale=1, verbosity=0)
-    for _ in range(2):
-        backward(model(torch.ones(2, 4)).square().mean(), optimizer)
-        optimizer.step()
-        assert optimizer.state[model.weight]["momentum_buffer"].dtype is torch.float32
-        load(copy.deepcopy(optimizer.state_dict()))
 
 
 def test_a_master_in_a_group_is_an_error(half):
