@@ -273,12 +273,8 @@ def test_masters_keep_what_a_format_would_lose() -> None:
 
 
 def test_casts_that_are_off_round_nothing() -> None:
-    model = set_up(net(), UNSCALED, keep_fp32=["2"])
-    seen: list[Tensor] = []
-    model[2].register_forward_hook(lambda _, given, out: seen.extend([given[0], out]))
-    model(inputs())
+    set_up(net(), UNSCALED)
     with amp.disable_casts():
-        assert torch.equal(seen[1], F.linear(seen[0].float(), model[2].weight, model[2].bias))
         given, weight = inputs().requires_grad_(), torch.ones(3, 8) / 3
         assert torch.equal(F.linear(given, weight), given @ weight.t())
 

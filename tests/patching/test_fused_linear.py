@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from fresh import Fresh
-from helpers import HALF_DTYPES, assert_same_bits, check_rows, combinations, together
+from helpers import HALF_DTYPES, assert_same_bits, check_rows, combinations
 from seen_calls import Operators
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -934,18 +934,6 @@ def test_compiled_autograd(shape: tuple[int, ...], needs_grad: bool) -> None:
     torch._dynamo.reset()
 
 
-@same_with_the_node
-def test_threads_share_a_model() -> Any:
-    model, found = small(), {}
-    given = [drawn(5, 8, needs_grad=True) for _ in range(4)]
-
-    def work(index: int) -> None:
-        found[index] = grad(model(given[index]).float().square().sum(), given[index])
-
-    together(functools.partial(work, index) for index in range(4))
-    return model(given[0]), [found[index] for index in range(4)]
-
-
 # Models
 
 
@@ -1168,22 +1156,6 @@ def test_parts_take_the_node_by_lists_of_their_own(lists: Any, fuse: list[bool])
     model = make()
     amp.initialize(model, opt_level="O1", half_dtype=torch.bfloat16, verbosity=0, fused_linear=True, cast_lists=lists)
     assert [is_fused(part(drawn(5, 8))) for part in model] == fuse
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"keep_fp32": ["0"]},
-        {"profile_casts": True},
-        {"exact_hooks": True},
-        {"check_finite": True},
-        {"loss_scale": 128.0},
-        {"cast_model_outputs": torch.float32},
-    ],
-    ids=str,
-)
-def test_other_options_work_with_fused_linear(options: dict[str, Any]) -> None:
-    assert_trains_the_same(small, **options)
 
 
 # The cache

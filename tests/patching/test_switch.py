@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from ampatch import amp
 from ampatch.errors import OptionError
 from ampatch.runtime import runtime
-from ampatch.switch import Switch
 
 
 def product_dtype() -> torch.dtype:
@@ -32,23 +31,6 @@ def region() -> Iterator[None]:
 
 
 class TestDisableCasts:
-    def test_casts_are_off_until_the_block_ends(self, half):
-        with casts_on(half):
-            with amp.disable_casts():
-                assert product_dtype() is torch.float32
-            assert product_dtype() is half
-
-    def test_operators_and_decorated_functions_do_not_cast_either(self):
-        @amp.half_function
-        def decorated(value: Tensor) -> torch.dtype:
-            return value.dtype
-
-        with casts_on():
-            assert decorated(torch.ones(1)) is torch.bfloat16
-            with amp.disable_casts():
-                assert decorated(torch.ones(1)) is torch.float32
-                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
-
     @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
     def test_overlapping_regions_end_with_the_last_one(self, order):
         with casts_on():
@@ -269,43 +251,3 @@ class TestCheckpoints:
             loss = checkpoint(block, value, use_reentrant=use_reentrant).sum()
         loss.backward()
         assert block.seen == [torch.float32, torch.float32]
-
-
-class TestSwitch:
-    def test_resumed_takes_back_one_disabling(self):
-        switch = Switch()
-        with switch.disabled():
-            with switch.resumed():
-                assert not switch.is_off()
-            with switch.disabled(), switch.resumed():
-                assert switch.is_off()
-            assert switch.is_off()
-        assert not switch.is_off()
-
-    def test_resumed_restores_after_a_block_that_raised(self):
-        switch = Switch()
-        with switch.disabled():
-            with pytest.raises(ValueError, match="in the closure"), switch.resumed():
-                raise ValueError("in the closure")
-            assert switch.is_off()
-
-
-class TestOptimizerSteps:
-    def test_optimizer_steps_run_without_casts_and_closures_with_them(self):
-        seen: list[torch.dtype] = []
-
-        class Spy(torch.optim.SGD):
-            def step(self, closure: Callable[[], Tensor] | None = None) -> None:
-                seen.append(product_dtype())
-                if closure is not None:
-                    closure()
-                    seen.append(product_dtype())
-
-        model = nn.Linear(2, 2)
-        model, optimizer = amp.initialize(model, Spy(model.parameters(), lr=0.1), verbosity=0)
-        optimizer.step(lambda: seen.append(product_dtype()))
-        assert seen == [torch.float32, torch.bfloat16, torch.float32]
-        seen.clear()
-        optimizer.step()
-        assert seen == [torch.float32]
-        assert product_dtype() is torch.bfloat16

@@ -386,24 +386,6 @@ class TestCastsAroundForward:
         model(inputs)
         assert inputs[0].dtype is torch.float32
 
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_a_copied_model_is_independent_after_deinitialize_too(self, level):
-        model = Block()
-        initialize(model, opt_level=level, keep_fp32="norm")
-        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        assert dtypes(twins[1]) == dtypes(model)
-        # With masters a deep copy is float32, as an average of weights has to be.
-        assert set(dtypes(twins[0]).values()) == {torch.float32} if level != "O3" else dtypes(twins[0]) == dtypes(model)
-        for twin in twins:
-            assert twin(torch.ones(1, 4)).dtype is torch.float32
-        with torch.no_grad():
-            model.first.weight.zero_()
-        amp.deinitialize()
-        for twin in twins:
-            assert twin(torch.ones(1, 4)).dtype is torch.float32
-            assert twin.first.weight.any()
-        assert model(torch.ones(1, 4)).dtype is torch.float32
-
     @pytest.mark.slow
     @pytest.mark.parametrize("fullgraph", [True, False])
     @pytest.mark.covering(1)

@@ -644,14 +644,6 @@ class TestGradients:
         for found, wanted in zip(grads(masters(optimizer)), grads(reference.masters), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-4)
 
-    @pytest.mark.parametrize("factor", [1, OVERFLOW], ids=["stepped", "skipped"])
-    def test_a_step_clears_all_gradients(self, factor):
-        model, optimizer = trainable()
-        backward(loss_of(model) * factor, optimizer)
-        assert masters(optimizer)[0].grad is not None
-        optimizer.step()
-        assert grads([*masters(optimizer), *model.parameters()]) == [None] * 4
-
     def test_a_block_that_raises_leaves_no_gradients(self):
         model, optimizer = trainable()
         backward(loss_of(model), optimizer)
@@ -712,18 +704,6 @@ class TestWritingWeights:
         for _ in range(2):
             model.weight.data = model.weight.data * 2
         assert_same_bits(model.state_dict()["weight"], wanted)
-
-    def test_data_of_half_weights_can_be_exchanged_for_saving_and_put_back(self):
-        model, optimizer = trainable()
-        step(model, optimizer)
-        weight, before = model[0].weight, masters(optimizer)[0].detach().half()
-        own = weight.data
-        weight.data = torch.full_like(own, 0.25)
-        assert_same_bits(model.state_dict()["0.weight"], torch.full((6, 4), 0.25))
-        weight.data = own
-        model(batch(0))
-        assert_same_bits(masters(optimizer)[0].half(), before)
-        assert_same_bits(weight, before)
 
     @pytest.mark.parametrize("part", [lambda data: data, lambda data: data[1:], lambda data: data.view(-1)])
     def test_kept_data_of_a_master_counts_whenever_it_is_written_to(self, part):
