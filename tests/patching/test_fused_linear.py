@@ -389,28 +389,6 @@ def test_third_order_is_exact_for_small_whole_numbers(product: str, monkeypatch:
         assert torch.equal(one.double(), other)
 
 
-@matrix_and_batch
-@same_with_the_node
-def test_batched_gradients(shape: tuple[int, ...]) -> Any:
-    layer, given = nn.Linear(8, 6), drawn(*shape, needs_grad=True)
-    result = layer(given)
-    gradients = drawn(3, *result.shape, dtype=torch.bfloat16)
-    return result, grad(result, (given, layer.weight, layer.bias), gradients, is_grads_batched=True)
-
-
-# torch scripts its formulas for tangents when they are first needed.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@matrix_and_batch
-@same_with_the_node
-def test_tangents_of_gradients(shape: tuple[int, ...]) -> Any:
-    layer, given = nn.Linear(8, 6), drawn(*shape, needs_grad=True)
-    result = layer(given)
-    with fwAD.dual_level():
-        gradient = fwAD.make_dual(torch.randn_like(result).detach(), torch.randn_like(result).detach())
-        found = grad(result, (given, layer.weight, layer.bias), gradient)
-        return result, [fwAD.unpack_dual(each).tangent for each in found]
-
-
 def test_tensors_without_a_tangent_take_the_node_beside_those_with_one() -> None:
     with initialized(), fwAD.dual_level():
         assert is_fused(nn.Linear(8, 6)(drawn(5, 8)))
@@ -658,54 +636,97 @@ def test_errors_of_a_backward_pass_are_torch_s(run: Callable[[], Any]) -> None:
     assert check(run, fuses=False)[0] == "raised"
 
 
-@same_with_the_node
-def test_a_retained_graph_runs_again() -> Any:
-    layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
-    result = layer(given)
+# Of a layer, its input and its result. Each returns what a user sees.
+
+
+def batched_gradients(layer: nn.Linear, given: Tensor, result: Tensor) -> Any:
+    gradients = drawn(3, *result.shape, dtype=torch.bfloat16)
+    return grad(result, (given, layer.weight, layer.bias), gradients, is_grads_batched=True)
+
+
+def tangents_of_gradients(layer: nn.Linear, given: Tensor, result: Tensor) -> Any:
+    with fwAD.dual_level():
+        gradient = fwAD.make_dual(torch.randn_like(result).detach(), torch.randn_like(result).detach())
+        found = grad(result, (given, layer.weight, layer.bias), gradient)
+        return [fwAD.unpack_dual(each).tangent for each in found]
+
+
+def backward_passes_through_a_retained_graph(layer: nn.Linear, given: Tensor, result: Tensor) -> Any:
     for _ in range(3):
         result.float().sum().backward(retain_graph=True)
-    return result, given.grad, layer.weight.grad, layer.bias.grad
+    return given.grad, layer.weight.grad, layer.bias.grad
 
 
-@same_with_the_node
-def test_unused_inputs_of_a_backward_pass() -> Any:
-    layer, given, other = nn.Linear(8, 6), drawn(5, 8, needs_grad=True), drawn(3, needs_grad=True)
-    result = layer(given)
-    some = lambda **how: grad(result.float().sum(), (given, other), retain_graph=True, **how)  # noqa: E731
-    return result, some(allow_unused=True), some(materialize_grads=True), grad(result, layer.bias, result)
+def unused_inputs_of_a_backward_pass(layer: nn.Linear, given: Tensor, result: Tensor) -> Any:
+    some = functools.partial(grad, result.float().sum(), (given, drawn(3, needs_grad=True)), retain_graph=True)
+    return some(allow_unused=True), some(materialize_grads=True), grad(result, layer.bias, result)
 
 
-@same_with_the_node
-def test_an_undefined_gradient_is_passed_on() -> Any:
-    layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
-    result = layer(given)
+def an_undefined_gradient(layer: nn.Linear, given: Tensor, result: Tensor) -> Any:
     torch._C._functions.UndefinedGrad()(result).float().sum().backward()
-    return result, given.grad, layer.weight.grad, layer.bias.grad
+    return given.grad, layer.weight.grad, layer.bias.grad
 
 
-@pytest.mark.parametrize("with_graph", [False, True])
-@same_with_the_node
-def test_a_weight_may_change_between_the_passes(with_graph: bool) -> Any:
-    layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
-    result = layer(given)
+def a_weight_that_changes_between_the_passes(
+    layer: nn.Linear, given: Tensor, result: Tensor, with_graph: bool = False
+) -> Any:
     with torch.no_grad():
         layer.weight.mul_(2)
         layer.bias.zero_()
     of_input, of_weight = grad(result.float().pow(2).sum(), (given, layer.weight), create_graph=with_graph)
     second = grad(of_input.sum(), given, retain_graph=True) if with_graph else ()
-    return result, of_input, of_weight, second, layer(given)
+    return of_input, of_weight, second, layer(given)
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-@same_with_the_node
-def test_a_weight_that_is_frozen_during_the_backward_pass(frozen: bool) -> Any:
-    layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
-    result = layer(given)
-    layer.weight.requires_grad_(not frozen)
+def a_weight_that_changes_between_passes_with_a_graph(*each: Any) -> Any:
+    return a_weight_that_changes_between_the_passes(*each, with_graph=True)
+
+
+def a_weight_that_is_frozen_during_the_backward_pass(layer: nn.Linear, given: Tensor, result: Tensor) -> Any:
+    layer.weight.requires_grad_(False)
     (first,) = grad(result.float().sum(), given, create_graph=True)
     layer.weight.requires_grad_()
     first.float().square().sum().backward()
-    return result, first, layer.weight.grad, layer.bias.grad
+    return first, layer.weight.grad, layer.bias.grad
+
+
+def attributes_of_the_result(layer: nn.Linear, given: Tensor, result: Tensor) -> Any:
+    result.retain_grad()
+    result.float().sum().backward()
+    return result.grad, result.is_leaf, result._version, result.is_inference(), result.is_contiguous()
+
+
+def gradients_of_another_type(layer: nn.Linear, given: Tensor, result: Tensor) -> Any:
+    result.backward(drawn(*result.shape))
+    return given.grad, layer.weight.grad
+
+
+def the_memory_of_the_weights_gradient(layer: nn.Linear, given: Tensor, result: Tensor) -> Any:
+    """It is that which the product wrote to, unless torch sums over a batch."""
+    addresses: list[int] = []
+    layer.weight.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+    result.float().sum().backward()
+    return layer.weight.grad.data_ptr() == addresses[0]
+
+
+USES = (
+    *(batched_gradients, tangents_of_gradients, backward_passes_through_a_retained_graph),
+    *(unused_inputs_of_a_backward_pass, an_undefined_gradient, a_weight_that_changes_between_the_passes),
+    *(a_weight_that_changes_between_passes_with_a_graph, a_weight_that_is_frozen_during_the_backward_pass),
+    *(attributes_of_the_result, gradients_of_another_type, the_memory_of_the_weights_gradient),
+)
+
+
+# torch scripts its formulas for tangents when they are first needed.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@matrix_and_batch
+def test_uses_of_a_result_have_the_same_bits(shape: tuple[int, ...], subtests: pytest.Subtests) -> None:
+    def case(use: Callable[[nn.Linear, Tensor, Tensor], Any]) -> Any:
+        layer, given = nn.Linear(8, 6), drawn(*shape, needs_grad=True)
+        result = layer(given)
+        return result, use(layer, given, result)
+
+    check_each({use.__name__: functools.partial(case, use) for use in USES}, subtests)
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -727,33 +748,6 @@ def test_the_result_may_be_written_to(subtests: pytest.Subtests) -> None:
 
     kinds = itertools.product(WRITES, (True, False), ((5, 8), (2, 5, 8), (2, 2, 5, 8)))
     check_each({str(kind): functools.partial(case, *kind) for kind in kinds}, subtests)
-
-
-@same_with_the_node
-def test_attributes_of_the_result() -> Any:
-    layer = nn.Linear(8, 6)
-    result = layer(drawn(5, 8))
-    result.retain_grad()
-    result.float().sum().backward()
-    return result, result.grad, result.is_leaf, result._version, result.is_inference(), result.is_contiguous()
-
-
-@same_with_the_node
-def test_gradients_of_another_type_are_cast_to_half() -> Any:
-    layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
-    result = layer(given)
-    result.backward(drawn(5, 6))
-    return result, given.grad, layer.weight.grad
-
-
-@same_with_the_node
-def test_the_weight_s_gradient_is_the_memory_that_the_product_wrote_to() -> Any:
-    layer, given = nn.Linear(8, 6), drawn(5, 8)
-    addresses: list[int] = []
-    layer.weight.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
-    result = layer(given)
-    result.float().sum().backward()
-    return result, layer.weight.grad.data_ptr() == addresses[0]
 
 
 def test_a_graph_outlives_its_session() -> None:

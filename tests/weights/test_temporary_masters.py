@@ -345,7 +345,7 @@ class TestParts:
             amp.deinitialize()
         assert_same_state(*found)
 
-    @EACH_KIND
+    @OR_KEPT
     def test_parameters_without_a_gradient_stay_as_they_are(self, kind):
         model, optimizer = trainable(kind, functools.partial(ADAMW, weight_decay=0.5))
         give(model)
