@@ -640,7 +640,7 @@ def test_errors_of_a_backward_pass_are_torch_s(run: Callable[[], Any]) -> None:
 
 
 def batched_gradients(layer: nn.Linear, given: Tensor, result: Tensor) -> Any:
-    gradients = drawn(3, *result.shape, dtype=torch.bfloat16)
+    gradients = drawn(3, *result.shape, dtype=result.dtype)
     return grad(result, (given, layer.weight, layer.bias), gradients, is_grads_batched=True)
 
 
@@ -709,7 +709,14 @@ def the_memory_of_the_weights_gradient(layer: nn.Linear, given: Tensor, result: 
     return layer.weight.grad.data_ptr() == addresses[0]
 
 
+def a_backward_pass_under_autocast(layer: nn.Linear, given: Tensor, result: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        result.float().square().sum().backward()
+    return given.grad, layer.weight.grad, layer.bias.grad
+
+
 USES = (
+    a_backward_pass_under_autocast,
     *(batched_gradients, tangents_of_gradients, backward_passes_through_a_retained_graph),
     *(unused_inputs_of_a_backward_pass, an_undefined_gradient, a_weight_that_changes_between_the_passes),
     *(a_weight_that_changes_between_passes_with_a_graph, a_weight_that_is_frozen_during_the_backward_pass),
@@ -720,13 +727,15 @@ USES = (
 # torch scripts its formulas for tangents when they are first needed.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @matrix_and_batch
-def test_uses_of_a_result_have_the_same_bits(shape: tuple[int, ...], subtests: pytest.Subtests) -> None:
+def test_uses_of_a_result_have_the_same_bits(
+    shape: tuple[int, ...], half: torch.dtype, subtests: pytest.Subtests
+) -> None:
     def case(use: Callable[[nn.Linear, Tensor, Tensor], Any]) -> Any:
         layer, given = nn.Linear(8, 6), drawn(*shape, needs_grad=True)
         result = layer(given)
         return result, use(layer, given, result)
 
-    check_each({use.__name__: functools.partial(case, use) for use in USES}, subtests)
+    check_each({use.__name__: functools.partial(case, use) for use in USES}, subtests, half)
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -899,17 +908,6 @@ def test_anomaly_mode_names_the_node_and_the_gradient() -> None:
         result = nn.Linear(8, 6)(torch.full((5, 8), float("inf")))
         with pytest.raises(RuntimeError, match="'FusedLinearBackward' returned nan values in its 2th output"):
             (result.float() * 0).sum().backward()
-
-
-def test_a_backward_pass_under_autocast(half: torch.dtype) -> None:
-    def run() -> Any:
-        layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
-        result = layer(given)
-        with torch.autocast("cpu", torch.bfloat16):
-            result.float().square().sum().backward()
-        return result, given.grad, layer.weight.grad, layer.bias.grad
-
-    check(run, half)
 
 
 @pytest.mark.filterwarnings("ignore")  # what torch warns of, it would raise as another error

@@ -72,6 +72,16 @@ def train(model: nn.Module, optimizer: Any, *factors: float) -> None:
         optimizer.step()
 
 
+def trained_by_torch(make: Callable[..., Any], model: nn.Module, *indices: int) -> tuple[nn.Module, Any]:
+    """Takes a step without amp for the batch with each of these numbers; returns the model and its optimizer."""
+    optimizer = make(model.parameters())
+    for index in indices:
+        optimizer.zero_grad()
+        loss_of(model, index).backward()
+        optimizer.step()
+    return model, optimizer
+
+
 def closure_of(model: nn.Module, optimizer: Any, *factors: float) -> Callable[[], Tensor]:
     """Returns a closure that makes gradients of a loss with the next of these factors at each call."""
     following = iter(factors)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from optimizers import MOMENTUM, OPTIMIZERS, OTHERS, OVERFLOW, SGD, Larc, backward, initialize
-from stepping import distance, every_half, everything, loss_of, nothing_changes, train, weights  # noqa: F401
+from stepping import distance, every_half, everything, loss_of, nothing_changes, train, trained_by_torch, weights  # noqa: F401
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -96,13 +96,7 @@ class TestSkippedSteps:
             backward(loss_of(model, index), optimizer)
             optimizer.step()
 
-        reference = linear()
-        plain = make(reference.parameters())
-        for index in range(4):
-            plain.zero_grad()
-            loss_of(reference, index).backward()
-            plain.step()
-        assert_same_state(everything(model, optimizer), everything(reference, plain))
+        assert_same_state(everything(model, optimizer), everything(*trained_by_torch(make, linear(), *range(4))))
 
     @pytest.mark.usefixtures("distance")
     @pytest.mark.parametrize("verbosity", [0, False, 1])
@@ -725,18 +719,17 @@ class TestSteps:
 
 class TestOptimizersOfAnyClass:
     def test_wrapper_that_is_no_optimizer_of_torch_skips_and_steps(self):
-        model, wrapper = started(lambda parameters: Larc(MOMENTUM(parameters)))
-        reference = linear()
-        plain = Larc(MOMENTUM(reference.parameters()))
+        def make(parameters: Iterator[nn.Parameter]) -> Larc:
+            return Larc(MOMENTUM(parameters))
+
+        model, wrapper = started(make)
         overflow(model, wrapper)
         assert wrapper.step() is None
         assert (amp.step_was_skipped(wrapper), wrapper.steps) == (True, 0)
         wrapper.zero_grad()
         backward(loss_of(model), wrapper)
         assert wrapper.step() == "stepped"
-        loss_of(reference).backward()
-        plain.step()
-        assert_same_bits(model.weight, reference.weight)
+        assert_same_bits(model.weight, trained_by_torch(make, linear(), 0)[0].weight)
 
     @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
     @pytest.mark.parametrize("kind", ["O4", "O5", "split", "MixedPrecision"])

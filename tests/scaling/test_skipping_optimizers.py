@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same_state
-from stepping import every_half, loss_of, network, started, train, weights
+from stepping import every_half, loss_of, network, started, train, trained_by_torch, weights
 from torch import Tensor, nn
 
 import ampatch
@@ -46,13 +46,8 @@ class Counting(SignedMomentum):
 
 
 def assert_trained_without_the_overflows(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    reference = network()
-    plain = SignedMomentum(reference.parameters())
-    for index, factor in enumerate(FACTORS):
-        if factor == 1:
-            plain.zero_grad()
-            loss_of(reference, index).backward()
-            plain.step()
+    finite = [index for index, factor in enumerate(FACTORS) if factor == 1]
+    reference, plain = trained_by_torch(SignedMomentum, network(), *finite)
     assert_same_state(weights(model), weights(reference))
     assert_same_state(optimizer.state_dict()["state"], plain.state_dict()["state"])
 

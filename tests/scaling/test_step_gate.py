@@ -19,8 +19,8 @@ import ampatch
 from ampatch.apex.fp16_utils import FP16_Optimizer
 from ampatch.errors import LossScaleError
 from ampatch.integrations.trainer_session import TrainerSession, Wording
-from ampatch.scaling.overflows import Overflow, OverflowHandler, ScaleChange
-from ampatch.scaling.step_gate import ClosureGate, end_skipped, skipping_by_itself
+from ampatch.scaling.overflows import ScaleChange
+from ampatch.scaling.step_gate import ClosureGate
 
 WORDING = Wording("Trainer(...)", "Make one.", "trainer.backward(loss)")
 SCALES = {"init_scale": 2.0, "min_loss_scale": 1.0}
@@ -133,63 +133,7 @@ def test_fp16_optimizer_undoes_a_step_whose_closure_overflows_at_the_floor():
     assert evaluated
 
 
-class TestClosureGate:
-    @pytest.mark.parametrize("goes_on", [False, True], ids=["left at once", "goes on"])
-    def test_gate_restores_parameters_options_and_state(self, goes_on):
-        parameter = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.LBFGS([parameter])
-        gate = ClosureGate(optimizer, may_go_back=True)
-
-        def step() -> str:
-            with torch.no_grad():
-                parameter.zero_()
-            optimizer.state[parameter]["seen"] = 1
-            optimizer.param_groups[0]["lr"] = 7.0
-            try:
-                gate.leave("verdict", "loss")
-            except BaseException:
-                if not goes_on:
-                    raise
-            return "done"
-
-        assert gate.run(step) == "loss"
-        assert gate.overflowed == "verdict"
-        assert parameter.tolist() == [1.0, 1.0]
-        assert not optimizer.state
-        assert optimizer.param_groups[0]["lr"] == 1
-
-    def test_gate_copies_nothing_unless_an_evaluation_may_follow_a_change(self):
-        parameter = nn.Parameter(torch.ones(2))
-        assert not ClosureGate(SGD([parameter]), may_go_back=True).can_restore
-        assert not ClosureGate(torch.optim.LBFGS([parameter]), may_go_back=False).can_restore
-
-
-def test_skipping_by_itself_leaves_no_attributes_behind():
-    optimizer = SGD([nn.Parameter(torch.ones(2))])
-    with skipping_by_itself(optimizer, optimizer.param_groups[0]["params"], None, torch.ones(())) as found_inf:
-        assert optimizer.found_inf is found_inf
-        assert found_inf == 1
-        assert optimizer.grad_scale is None
-    assert not hasattr(optimizer, "found_inf")
-    assert not hasattr(optimizer, "grad_scale")
-
-
-OVERFLOW = Overflow("SGD", (ScaleChange(1, 4.0, 2.0),), (), remark="cleared")
-
-
-def end(choice: str, floor: float, log: Callable[[], object]) -> Overflow | None:
-    return end_skipped(object(), [(OVERFLOW.scales[0], floor)], lambda: OVERFLOW, OverflowHandler(choice), log)
-
-
-@pytest.mark.parametrize(("choice", "lines"), [("log", 1), ("trace", 0), ("raise", 1)])
-def test_end_of_a_skipped_step_logs_a_line_or_reports_the_event(choice, lines):
-    logged: list[None] = []
-    assert end(choice, 0, lambda: logged.append(None)) is (None if choice == "log" else OVERFLOW)
-    assert len(logged) == lines
-
-
-def test_end_of_a_skipped_step_raises_at_the_floor_before_it_logs():
-    logged: list[None] = []
-    with pytest.raises(LossScaleError, match=r"loss scaler 1 is at its floor of 4 .*\n  SGD: cleared"):
-        end("log", 4.0, lambda: logged.append(None))
-    assert not logged
+def test_gate_copies_nothing_unless_an_evaluation_may_follow_a_change():
+    parameter = nn.Parameter(torch.ones(2))
+    assert not ClosureGate(SGD([parameter]), may_go_back=True).can_restore
+    assert not ClosureGate(torch.optim.LBFGS([parameter]), may_go_back=False).can_restore

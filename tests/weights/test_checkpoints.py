@@ -326,16 +326,6 @@ class TestOtherLevels:
         run = Run(here, OPTIMIZERS["AdamW"], seed=1, saved=checkpoint_at(there), when="before")
         assert_same_state(run.everything(), after)
 
-    def test_a_saved_dynamic_scale_leaves_a_static_one(self):
-        """A static scale is never checked: with the one that was saved, the weights would be infinite."""
-        run = Run("O3-float16")
-        run.train([0])
-        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 5}})
-        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 5, "dynamic": False}}
-        run.backward(1, 2.0**6)
-        run.optimizer.step()
-        assert all(parameter.isfinite().all() for parameter in run.model.parameters())
-
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": False}, *({"master_weights": kind} for kind in TEMPORARY)])
 @pytest.mark.parametrize("kept", [False, True], ids=["saved", "keep_vars"])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, Slotted, assert_same_bits, assert_same_state, dtype_name
+from helpers import Slotted, assert_same_bits, assert_same_state, dtype_name
 from optimizers import backward
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
@@ -19,12 +19,6 @@ from ampatch import amp
 from ampatch.errors import OptionError
 
 LEVELS = ["O2", "O3", "O5"]
-
-
-@pytest.fixture(params=HALF_DTYPES, ids=dtype_name)
-def half_dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    dtype: torch.dtype = request.param
-    return dtype
 
 
 def initialize(model: Any, optimizer: Any = None, **options: Any) -> None:
@@ -53,12 +47,12 @@ class TestLevels:
     """The table's row of weights, of batch norm, and of masters."""
 
     @pytest.mark.parametrize("level", LEVELS)
-    def test_levels_give_weights_and_batch_norm_their_types(self, level, half_dtype):
-        half_dtype = torch.bfloat16 if level == "O5" else half_dtype
+    def test_levels_give_weights_and_batch_norm_their_types(self, level, half):
+        half = torch.bfloat16 if level == "O5" else half
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        initialize(model, opt_level=level, half_dtype=half_dtype)
-        of_norm = half_dtype if level == "O3" else torch.float32
-        assert list(dtypes(model).values()) == [half_dtype] * 2 + [of_norm] * 2 + [torch.float32] * 2 + [torch.int64]
+        initialize(model, opt_level=level, half_dtype=half)
+        of_norm = half if level == "O3" else torch.float32
+        assert list(dtypes(model).values()) == [half] * 2 + [of_norm] * 2 + [torch.float32] * 2 + [torch.int64]
         assert model(torch.ones(2, 3)).dtype is torch.float32
 
     @pytest.mark.parametrize("value", [False, "False", True, "True"])
@@ -69,10 +63,10 @@ class TestLevels:
         assert dtypes(model)["1.weight"] is (torch.float32 if str(value) == "True" else torch.bfloat16)
 
     @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
-    def test_cast_model_type_overrides_the_level(self, level, half_dtype):
+    def test_cast_model_type_overrides_the_level(self, level, half):
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        initialize(model, opt_level=level, cast_model_type=half_dtype, keep_batchnorm_fp32=False, cast_buffers=True)
-        assert set(dtypes(model).values()) == {half_dtype, torch.int64}
+        initialize(model, opt_level=level, cast_model_type=half, keep_batchnorm_fp32=False, cast_buffers=True)
+        assert set(dtypes(model).values()) == {half, torch.int64}
 
     @pytest.mark.parametrize("level", LEVELS)
     def test_functions_are_patched_only_if_asked_for(self, level):
@@ -93,12 +87,12 @@ class TestLevels:
         assert dtypes(first) == dtypes(second) == {"weight": torch.bfloat16, "bias": torch.bfloat16}
         assert len(first._forward_hooks) == len(second._forward_hooks)
 
-    def test_frozen_weights_come_back_rounded_to_half(self, half_dtype):
+    def test_frozen_weights_come_back_rounded_to_half(self, half):
         model = nn.Linear(3, 3).requires_grad_(False)
         weight = model.weight.detach().clone()
-        initialize(model, half_dtype=half_dtype)
+        initialize(model, half_dtype=half)
         amp.deinitialize()
-        assert_same_bits(model.weight.detach(), weight.to(half_dtype).float())
+        assert_same_bits(model.weight.detach(), weight.to(half).float())
 
     def test_an_initialize_that_fails_gives_the_float32_bits_back(self):
         model = nn.Linear(3, 3)
@@ -130,31 +124,25 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 class TestBatchNorm:
     @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
     @pytest.mark.parametrize(("make", "shape"), NORMS.values(), ids=NORMS)
-    def test_batch_norm_stays_float32_and_takes_and_gives_half(self, make, shape, training, half_dtype):
+    def test_batch_norm_stays_float32_and_takes_and_gives_half(self, make, shape, training, half):
         model = nn.Sequential(make(), nn.Conv1d(3, 3, 1) if len(shape) == 3 else nn.Identity()).train(training)
         seen: list[torch.dtype] = []
         model[0].register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0].dtype, output.dtype]))
-        initialize(model, half_dtype=half_dtype)
+        initialize(model, half_dtype=half)
         inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        output = model(inputs.to(half_dtype))
-        assert seen == [half_dtype, half_dtype]
+        output = model(inputs.to(half))
+        assert seen == [half, half]
         assert output.dtype is torch.float32
         assert {dtype for name, dtype in dtypes(model[0]).items() if "batches" not in name} <= {torch.float32}
         if not isinstance(model[1], nn.Identity):
             return
-        expected = copy.deepcopy(model[0])(inputs.to(half_dtype).float())
+        expected = copy.deepcopy(model[0])(inputs.to(half).float())
         torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
 
     def test_instance_norm_without_statistics_is_half(self):
         model = nn.InstanceNorm2d(3, affine=True)
         initialize(model)
         assert model.weight.dtype is torch.bfloat16
-
-    def test_a_model_with_batch_norm_trains(self, half_dtype):
-        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
-        before = model[1].running_mean.clone()
-        assert train(model, torch.randn(4, 1, 6, 6), half_dtype=half_dtype).isfinite().all()
-        assert not torch.equal(model[1].running_mean, before)
 
 
 class Block(nn.Module):
@@ -198,14 +186,14 @@ class TestKeepFloat32:
         assert sorted(found) == kept
 
     @pytest.mark.parametrize("keep", ["norm", "tail", "tail.1", nn.Linear, "*"], ids=str)
-    def test_kept_modules_compute_in_float32_and_give_half(self, keep, half_dtype):
+    def test_kept_modules_compute_in_float32_and_give_half(self, keep, half):
         model, computed = Block(), []
         for module in (model.first, model.norm, *model.tail):
             module.register_forward_hook(lambda module, args, _: computed.append((module.weight.dtype, args[0].dtype)))
-        output = train(model, torch.ones(2, 4), half_dtype=half_dtype, keep_fp32=keep)
+        output = train(model, torch.ones(2, 4), half_dtype=half, keep_fp32=keep)
         assert all(weight is given for weight, given in computed[1:4])  # the first one gets the model's input
         assert {weight for weight, _ in computed} >= {torch.float32}
-        assert set(model.seen) == {half_dtype}
+        assert set(model.seen) == {half}
         assert output.dtype is torch.float32
 
     def test_a_second_model_need_not_have_the_modules_to_keep(self):
@@ -224,16 +212,16 @@ class TestKeepFloat32:
 
 
 class TestTensors:
-    def test_shared_parameters_and_buffers_stay_shared(self, half_dtype):
+    def test_shared_parameters_and_buffers_stay_shared(self, half):
         model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
         model[1].weight = model[0].weight
         table = torch.ones(2)
         model[0].register_buffer("table", table)
         model[1].register_buffer("table", table)
-        initialize(model, half_dtype=half_dtype, cast_buffers=True)
+        initialize(model, half_dtype=half, cast_buffers=True)
         assert model[0].weight is model[1].weight
         assert model[0].table is model[1].table
-        assert model[0].weight.dtype is model[0].table.dtype is half_dtype
+        assert model[0].weight.dtype is model[0].table.dtype is half
         amp.deinitialize()
         assert model[0].weight is model[1].weight
         assert model[0].weight.dtype is torch.float32
@@ -246,30 +234,30 @@ class TestTensors:
         assert model.other.dtype is dtype
 
     @pytest.mark.parametrize("level", LEVELS)
-    def test_what_came_half_is_saved_and_given_back_half(self, level, half_dtype):
+    def test_what_came_half_is_saved_and_given_back_half(self, level, half):
         model = nn.Linear(4, 4)
-        model.register_buffer("kept", torch.ones(2, dtype=half_dtype))
-        model.register_buffer("replaced", torch.ones(2, dtype=half_dtype))
-        model.frozen = nn.Parameter(torch.ones(2, dtype=half_dtype), requires_grad=False)
+        model.register_buffer("kept", torch.ones(2, dtype=half))
+        model.register_buffer("replaced", torch.ones(2, dtype=half))
+        model.frozen = nn.Parameter(torch.ones(2, dtype=half), requires_grad=False)
         names = ("kept", "replaced", "frozen")
         initialize(model, opt_level=level)
         model.replaced = model.replaced * 2
-        model.register_buffer("late", torch.ones(2, dtype=half_dtype))
+        model.register_buffer("late", torch.ones(2, dtype=half))
         for twin in (model.state_dict(), dtypes(copy.deepcopy(model)), dtypes(model)):
-            assert {getattr(twin[name], "dtype", twin[name]) for name in names} == {half_dtype}
+            assert {getattr(twin[name], "dtype", twin[name]) for name in names} == {half}
         assert model.state_dict()["late"].dtype is torch.float32
         amp.deinitialize()
-        assert [dtypes(model)[name] for name in (*names, "late")] == [*[half_dtype] * 3, torch.float32]
+        assert [dtypes(model)[name] for name in (*names, "late")] == [*[half] * 3, torch.float32]
 
-    def test_gradients_and_state_without_masters_are_half_and_come_back(self, half_dtype):
+    def test_gradients_and_state_without_masters_are_half_and_come_back(self, half):
         model = nn.Linear(2, 2)
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         grad = model.weight.grad.clone()
-        initialize(model, optimizer, opt_level="O3", half_dtype=half_dtype)
-        assert_same_bits(model.weight.grad, grad.to(half_dtype))
-        assert [state["exp_avg"].dtype for state in optimizer.state.values()] == [half_dtype] * 2
+        initialize(model, optimizer, opt_level="O3", half_dtype=half)
+        assert_same_bits(model.weight.grad, grad.to(half))
+        assert [state["exp_avg"].dtype for state in optimizer.state.values()] == [half] * 2
         assert [state["step"].dtype for state in optimizer.state.values()] == [torch.float32] * 2
         backward(model(torch.ones(1, 2)).sum(), optimizer)
         optimizer.step()
@@ -309,13 +297,13 @@ PARAMETRIZED: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("make", PARAMETRIZED.values(), ids=PARAMETRIZED)
 class TestParametrizedModule:
-    def test_a_parametrized_module_trains_and_comes_back(self, make, half_dtype):
+    def test_a_parametrized_module_trains_and_comes_back(self, make, half):
         torch.manual_seed(0)
         model = nn.Sequential(make(), nn.Linear(4, 2))
         names = list(model.state_dict())
         parameters = [name for name, _ in model.named_parameters()]
-        assert train(model, torch.randn(3, 4), half_dtype=half_dtype).isfinite().all()
-        assert {dtypes(model)[name] for name in parameters} == {half_dtype}
+        assert train(model, torch.randn(3, 4), half_dtype=half).isfinite().all()
+        assert {dtypes(model)[name] for name in parameters} == {half}
         saved = model.state_dict()
         assert list(saved) == names
         assert {value.dtype for value in saved.values()} == {torch.float32}
@@ -371,27 +359,20 @@ class TestCastsAroundForward:
         initialize(model, opt_level=level, half_dtype=torch.float16, cast_model_outputs=output)
         assert model(torch.ones(1, 2)).dtype is output
 
-    def test_gradients_flow_through_casts_of_inputs_and_outputs(self, half_dtype):
+    def test_gradients_flow_through_casts_of_inputs_and_outputs(self, half):
         model = nn.Linear(2, 2)
-        initialize(model, half_dtype=half_dtype)
+        initialize(model, half_dtype=half)
         inputs = torch.ones(1, 2, requires_grad=True)
         model(inputs).sum().backward()
         assert inputs.grad.dtype is torch.float32
-        assert model.weight.grad.dtype is half_dtype
-
-    def test_an_output_that_is_the_input_is_not_changed_in_place(self):
-        model = Echo()
-        initialize(model)
-        inputs = [torch.ones(1)]
-        model(inputs)
-        assert inputs[0].dtype is torch.float32
+        assert model.weight.grad.dtype is half
 
     @pytest.mark.slow
     @pytest.mark.parametrize("fullgraph", [True, False])
     @pytest.mark.covering(1)
-    def test_casts_around_forward_are_compiled(self, half_dtype, fullgraph):
+    def test_casts_around_forward_are_compiled(self, half, fullgraph):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
-        initialize(model, half_dtype=half_dtype, keep_fp32="2")
+        initialize(model, half_dtype=half, keep_fp32="2")
         wanted = pickle.loads(pickle.dumps(model))(torch.ones(3, 2))
         compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
         found = compiled(torch.ones(3, 2))
@@ -419,19 +400,17 @@ class MakesItsOwn(nn.Module):
 
 
 class TestErrorsOfTypes:
-    def notes(
-        self, half_dtype: torch.dtype, fault: Callable[[Tensor], object] | None = None, text: str = "."
-    ) -> list[str]:
+    def notes(self, half: torch.dtype, fault: Callable[[Tensor], object] | None = None, text: str = ".") -> list[str]:
         """Returns the notes on the error that a forward raises."""
         model = MakesItsOwn(fault)
-        initialize(model, half_dtype=half_dtype)
+        initialize(model, half_dtype=half)
         with pytest.raises((RuntimeError, ValueError, IndexError), match=text) as found:
             model(torch.ones(2, 4))
         return getattr(found.value, "__notes__", [])
 
-    def test_an_error_of_types_says_what_amp_made_half_and_what_to_type(self, half_dtype):
-        (note,) = self.notes(half_dtype)
-        assert note.startswith(f"ampatch: amp.initialize has made this MakesItsOwn's weights {half_dtype}")
+    def test_an_error_of_types_says_what_amp_made_half_and_what_to_type(self, half):
+        (note,) = self.notes(half)
+        assert note.startswith(f"ampatch: amp.initialize has made this MakesItsOwn's weights {half}")
         assert "keep_fp32=['body.0']" in note
         assert "patch_torch_functions=True" in note
 
@@ -454,8 +433,8 @@ class TestErrorsOfTypes:
         ],
         ids=["float32 only", "no type"],
     )
-    def test_an_error_that_names_not_both_types_has_the_note(self, half_dtype, fault, text):
-        (note,) = self.notes(half_dtype, fault, text)
+    def test_an_error_that_names_not_both_types_has_the_note(self, half, fault, text):
+        (note,) = self.notes(half, fault, text)
         assert "or in functions that it does not know. Cast there by hand: x.to(weight.dtype)." in note
 
     @pytest.mark.parametrize(
@@ -466,9 +445,9 @@ class TestErrorsOfTypes:
         ],
         ids=["not implemented", "not supported"],
     )
-    def test_an_error_of_a_missing_kernel_says_so(self, half_dtype, fault, text):
-        (note,) = self.notes(half_dtype, fault, text)
-        assert f"weights {half_dtype}, and torch has no kernel for these arguments in that type. Type" in note
+    def test_an_error_of_a_missing_kernel_says_so(self, half, fault, text):
+        (note,) = self.notes(half, fault, text)
+        assert f"weights {half}, and torch has no kernel for these arguments in that type. Type" in note
         assert "patch_torch_functions=True if the function is in the blacklist" in note
         assert "needs_float32 in a file for cast_lists=" in note
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import assert_same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,12 +42,6 @@ def initialize(model: Any, optimizer: Any = None, **options: Any) -> Any:
     return amp.initialize(model, optimizer, **{"opt_level": "O2", "verbosity": 0, "float32_outputs": "head", **options})
 
 
-@pytest.fixture(params=HALF_DTYPES, ids=dtype_name)
-def half_dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    dtype: torch.dtype = request.param
-    return dtype
-
-
 def head_of(model: Net, features: Tensor) -> Tensor:
     """The head's result in float32, for the features that the body gave."""
     with amp.disable_casts():
@@ -74,49 +68,43 @@ class TestDigits:
         assert_same_bits(output.detach(), wanted.detach())
         assert not torch.equal(output, output.bfloat16().float())
 
-    def test_output_of_keep_fp32_is_rounded(self, half_dtype):
-        model = Net()
-        initialize(model, half_dtype=half_dtype, keep_fp32="head", float32_outputs=None)
-        output, wanted = logits_and_wanted(model, torch.randn(5, 4))
-        assert_same_bits(output.detach(), wanted.to(half_dtype).float().detach())
-
     def test_logits_outside_the_range_of_float16_are_finite(self):
         model = Net()
         nn.init.constant_(model.head.bias, 1e6)
         initialize(model, half_dtype="float16")
         assert model(torch.randn(5, 4)).isfinite().all()
 
-    def test_code_of_the_model_after_it_gets_float32(self, half_dtype):
+    def test_code_of_the_model_after_it_gets_float32(self, half):
         class WithLoss(Net):
             def forward(self, x):
                 logits = self.head(self.body(x))
                 return Output(logits[:, :2] / 3, F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long)))
 
         model = WithLoss()
-        initialize(model, half_dtype=half_dtype)
+        initialize(model, half_dtype=half)
         output, wanted = logits_and_wanted(model, torch.randn(5, 4))
         assert_same_bits(output.logits.detach(), (wanted[:, :2] / 3).detach())
         assert output.loss.dtype is torch.float32
         assert_same_bits(output.loss.detach(), F.cross_entropy(wanted, torch.zeros(5, dtype=torch.long)).detach())
 
-    def test_gradients_are_those_of_float32(self, half_dtype):
+    def test_gradients_are_those_of_float32(self, half):
         model = Net()
-        initialize(model, half_dtype=half_dtype)
+        initialize(model, half_dtype=half)
         inputs = torch.randn(5, 4)
         output, _ = logits_and_wanted(model, inputs)
         given = torch.randn(5, 3)
         output.backward(given)
         assert_same_bits(model.head.bias.grad, given.sum(0))
-        assert not torch.equal(model.head.bias.grad, given.to(half_dtype).float().sum(0))
+        assert not torch.equal(model.head.bias.grad, given.to(half).float().sum(0))
 
     @pytest.mark.parametrize("reentrant", [False, True])
-    def test_float32_outputs_in_an_activation_checkpoint(self, reentrant, half_dtype):
+    def test_float32_outputs_in_an_activation_checkpoint(self, reentrant, half):
         class Checkpointed(Net):
             def forward(self, x):
                 return checkpoint(self.head, self.body(x), use_reentrant=reentrant)
 
         model = Checkpointed()
-        initialize(model, half_dtype=half_dtype)
+        initialize(model, half_dtype=half)
         output, wanted = logits_and_wanted(model, torch.randn(5, 4))
         assert_same_bits(output.detach(), wanted.detach())
         output.sum().backward()
@@ -124,22 +112,22 @@ class TestDigits:
         assert model.body[0].weight.grad is not None
 
     @pytest.mark.slow
-    def test_float32_outputs_are_compiled(self, half_dtype):
+    def test_float32_outputs_are_compiled(self, half):
         model = Net()
-        initialize(model, half_dtype=half_dtype)
+        initialize(model, half_dtype=half)
         inputs = torch.randn(5, 4)
         wanted = model(inputs).detach()
         compiled = torch.compile(model, backend="aot_eager")
         assert_same_bits(compiled(inputs).detach(), wanted)
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-    def test_copies_of_the_model_have_float32_outputs(self, copied, half_dtype):
+    def test_copies_of_the_model_have_float32_outputs(self, copied, half):
         model = Net()
-        initialize(model, half_dtype=half_dtype)
+        initialize(model, half_dtype=half)
         inputs = torch.randn(5, 4)
         output = copied(model)(inputs)
         assert output.dtype is torch.float32
-        assert not torch.equal(output, output.to(half_dtype).float())
+        assert not torch.equal(output, output.to(half).float())
 
 
 class TestChosenParts:
@@ -158,13 +146,13 @@ class TestChosenParts:
         output = model(torch.randn(5, 4))
         assert not torch.equal(output, output.bfloat16().float())
 
-    def test_other_kept_parts_give_half(self, half_dtype):
+    def test_other_kept_parts_give_half(self, half):
         model = Net()
-        initialize(model, half_dtype=half_dtype, keep_fp32=[nn.LayerNorm, "head"])
-        assert model.body(torch.randn(5, 4).to(half_dtype)).dtype is half_dtype
-        assert model.head(torch.randn(5, 8).to(half_dtype)).dtype is torch.float32
+        initialize(model, half_dtype=half, keep_fp32=[nn.LayerNorm, "head"])
+        assert model.body(torch.randn(5, 4).to(half)).dtype is half
+        assert model.head(torch.randn(5, 8).to(half)).dtype is torch.float32
 
-    def test_children_of_a_container_have_float32_outputs(self, half_dtype):
+    def test_children_of_a_container_have_float32_outputs(self, half):
         class Heads(Net):
             def __init__(self):
                 super().__init__()
@@ -175,28 +163,28 @@ class TestChosenParts:
                 return [each(features) for each in self.head]
 
         model = Heads()
-        initialize(model, half_dtype=half_dtype)
+        initialize(model, half_dtype=half)
         for output in model(torch.randn(5, 4)):
-            assert not torch.equal(output, output.to(half_dtype).float())
+            assert not torch.equal(output, output.to(half).float())
 
     @pytest.mark.parametrize("keep", [True, False])
-    def test_batch_norm_can_have_float32_outputs(self, keep, half_dtype):
+    def test_batch_norm_can_have_float32_outputs(self, keep, half):
         model = Net()
         model.head = nn.BatchNorm1d(8)
-        initialize(model, half_dtype=half_dtype, keep_batchnorm_fp32=keep)
+        initialize(model, half_dtype=half, keep_batchnorm_fp32=keep)
         output = model(torch.randn(5, 4))
         assert output.dtype is torch.float32
-        assert not torch.equal(output, output.to(half_dtype).float())
+        assert not torch.equal(output, output.to(half).float())
 
-    def test_float32_outputs_within_a_part_with_complex_numbers(self, half_dtype):
+    def test_float32_outputs_within_a_part_with_complex_numbers(self, half):
         class Fourier(Net):
             def forward(self, x):
                 return self.head(torch.fft.rfft(x, n=14).real)
 
         model = nn.Sequential(Fourier())
-        initialize(model, half_dtype=half_dtype, float32_outputs="0.head")
+        initialize(model, half_dtype=half, float32_outputs="0.head")
         output = model(torch.randn(5, 4))
-        assert not torch.equal(output, output.to(half_dtype).float())
+        assert not torch.equal(output, output.to(half).float())
 
     def test_a_part_of_one_whose_outputs_are_half_raises(self):
         with pytest.raises(OptionError, match=r"float32_outputs has 'body\.1', which is in 'body'.*outputs 'body'"):
@@ -214,13 +202,13 @@ class TestChosenParts:
         with pytest.raises(OptionError, match="float32_outputs contradicts opt_level='O0'"):
             initialize(Net(), opt_level="O0")
 
-    def test_a_half_layer_after_it_gets_float32(self, half_dtype):
+    def test_a_half_layer_after_it_gets_float32(self, half):
         model = Net()
-        initialize(model, half_dtype=half_dtype, float32_outputs="body")
+        initialize(model, half_dtype=half, float32_outputs="body")
         seen = []
         model.head.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0].dtype, output.dtype]))
         model(torch.randn(5, 4))
-        assert seen == [torch.float32, half_dtype]
+        assert seen == [torch.float32, half]
 
 
 class TestLog:

@@ -37,11 +37,6 @@ IMPLEMENTATIONS = {
 }
 
 
-@pytest.fixture(params=HALF_DTYPES, ids=dtype_name)
-def half_dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
 def network(seed: int = 0) -> nn.Sequential:
     """Matrices only, as Muon wants them."""
     torch.manual_seed(seed)
@@ -103,16 +98,16 @@ def write(tensors: Iterable[Tensor], value: float) -> None:
 class Reference:
     """The same by hand."""
 
-    def __init__(self, model: nn.Module, half_dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer]) -> None:
+    def __init__(self, model: nn.Module, half: torch.dtype, make: Callable[..., torch.optim.Optimizer]) -> None:
         self.masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
-        self.model = copy.deepcopy(model).to(half_dtype)
+        self.model = copy.deepcopy(model).to(half)
         self.optimizer = make(self.masters)
 
     def backward(self, index: int = 0) -> Tensor:
         """Adds the gradients of a loss to the masters'."""
         self.model.zero_grad()
-        half_dtype = next(self.model.parameters()).dtype
-        loss = self.model(batch(index).to(half_dtype)).float().square().mean()
+        half = next(self.model.parameters()).dtype
+        loss = self.model(batch(index).to(half)).float().square().mean()
         (loss * SCALE).backward()
         for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
             new = parameter.grad.float() / SCALE
@@ -134,19 +129,19 @@ class Reference:
         assert_same_state(list(model.parameters()), list(self.model.parameters()))
 
 
-def beside_reference(half_dtype: torch.dtype, make: Callable[..., Any] = SGD) -> tuple[Any, Any, Reference]:
+def beside_reference(half: torch.dtype, make: Callable[..., Any] = SGD) -> tuple[Any, Any, Reference]:
     """Returns a model and its optimizer under amp, and the same by hand."""
     model = network()
-    reference = Reference(model, half_dtype, make)
-    return *trainable(make, model, half_dtype=half_dtype), reference
+    reference = Reference(model, half, make)
+    return *trainable(make, model, half_dtype=half), reference
 
 
 class TestTraining:
     @pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
     @pytest.mark.covering(1)
-    def test_every_optimizer_steps_as_by_hand_and_a_skipped_step_changes_nothing(self, make, half_dtype):
+    def test_every_optimizer_steps_as_by_hand_and_a_skipped_step_changes_nothing(self, make, half):
         for overflow_at in (0, 2):
-            model, optimizer, reference = beside_reference(half_dtype, make)
+            model, optimizer, reference = beside_reference(half, make)
             for index in range(4):
                 if index == overflow_at:
                     before = everything(model, optimizer)
@@ -161,10 +156,10 @@ class TestTraining:
             assert_same_state(optimizer.state_dict(), reference.optimizer.state_dict())
             amp.deinitialize()
 
-    def test_a_static_scale_of_one_needs_no_block(self, half_dtype):
+    def test_a_static_scale_of_one_needs_no_block(self, half):
         model, other = network(), network()
         optimizer, plain = MOMENTUM(model.parameters()), MOMENTUM(other.parameters())
-        initialize([model, other], [optimizer, plain], half_dtype=half_dtype, loss_scale=1.0)
+        initialize([model, other], [optimizer, plain], half_dtype=half, loss_scale=1.0)
         for index in range(3):
             step(model, optimizer, index)
             loss_of(other, index).backward()
@@ -172,14 +167,12 @@ class TestTraining:
             assert_same_state(masters(optimizer), masters(plain))
         assert not torch.equal(masters(optimizer)[0], network()[0].weight)
 
-    def test_sparse_gradients_are_unscaled_and_checked(self, half_dtype):
+    def test_sparse_gradients_are_unscaled_and_checked(self, half):
         torch.manual_seed(0)
         model = nn.Embedding(5, 3, sparse=True)
         master = nn.Parameter(model.weight.detach().clone())
         plain = torch.optim.SparseAdam([master])
-        _, optimizer = trainable(
-            lambda parameters: torch.optim.SparseAdam(list(parameters)), model, half_dtype=half_dtype
-        )
+        _, optimizer = trainable(lambda parameters: torch.optim.SparseAdam(list(parameters)), model, half_dtype=half)
         for index in range(3):
             indices = torch.tensor([index, index, 4])
             if index == 1:
@@ -191,7 +184,7 @@ class TestTraining:
             for _ in range(2):
                 backward(model(indices).square().sum(), optimizer)
             assert masters(optimizer)[0].grad.is_sparse
-            twin = nn.Embedding(5, 3, sparse=True, _weight=master.detach().to(half_dtype))
+            twin = nn.Embedding(5, 3, sparse=True, _weight=master.detach().to(half))
             (twin(indices).float().square().sum() * SCALE).backward()
             master.grad = twin.weight.grad.coalesce().float() * 2 / SCALE
             optimizer.step()
@@ -237,13 +230,13 @@ class TestTraining:
 
 
 class TestMasters:
-    def test_masters_have_the_float32_bits_and_parameters_stay_the_same_objects(self, half_dtype):
+    def test_masters_have_the_float32_bits_and_parameters_stay_the_same_objects(self, half):
         model = network()
         optimizer, parameters, before = SGD(model.parameters()), list(model.parameters()), copies(model.parameters())
         printed = repr(optimizer)
-        initialize(model, optimizer, half_dtype=half_dtype)
+        initialize(model, optimizer, half_dtype=half)
         assert_same_state(masters(optimizer), before)
-        assert_same_state(parameters, [values.to(half_dtype) for values in before])
+        assert_same_state(parameters, [values.to(half) for values in before])
         for held in (model.parameters(), optimizer.param_groups[0]["params"]):
             assert list(map(id, held)) == list(map(id, parameters))
         assert (type(optimizer), repr(optimizer)) == (torch.optim.SGD, printed)
@@ -269,21 +262,21 @@ class TestMasters:
         assert [parameter.dtype for parameter in weights] == [torch.float64, torch.float16]
         assert masters(optimizer)[0] is weights[0]
 
-    def test_a_half_model_has_masters_and_is_half_again_afterwards(self, half_dtype):
+    def test_a_half_model_has_masters_and_is_half_again_afterwards(self, half):
         def momenta() -> set[torch.dtype]:
             return {state["momentum_buffer"].dtype for state in optimizer.state.values()}
 
-        model = network().to(half_dtype)
+        model = network().to(half)
         optimizer = MOMENTUM(model.parameters())
-        model(batch(0).to(half_dtype)).square().sum().backward()
+        model(batch(0).to(half)).square().sum().backward()
         optimizer.step()
-        initialize(model, optimizer, half_dtype=half_dtype)
+        initialize(model, optimizer, half_dtype=half)
         assert dtypes(masters(optimizer)) == momenta() == {torch.float32}
         step(model, optimizer)
         amp.deinitialize()
-        assert dtypes(model.parameters()) == momenta() == {half_dtype}
+        assert dtypes(model.parameters()) == momenta() == {half}
 
-    def test_masters_go_on_with_the_state_and_gradients_from_before(self, half_dtype):
+    def test_masters_go_on_with_the_state_and_gradients_from_before(self, half):
         model, reference = network(), network()
         optimizer, plain = torch.optim.Adam(model.parameters()), torch.optim.Adam(reference.parameters())
         for module, stepping in [(model, optimizer), (reference, plain)]:
@@ -293,7 +286,7 @@ class TestMasters:
                 stepping.step()
             stepping.zero_grad()
             loss_of(module, 2).backward()
-        initialize(model, optimizer, half_dtype=half_dtype)
+        initialize(model, optimizer, half_dtype=half)
         assert_same_state(optimizer.state_dict(), plain.state_dict())
         assert_same_state(grads(masters(optimizer)), grads(reference.parameters()))
         optimizer.step()
@@ -336,13 +329,13 @@ class TestMasters:
         model[0].weight.lr_scale = 0.5
         assert optimizer.param_groups[0]["params"][0].lr_scale == masters(optimizer)[0].lr_scale == 0.5
 
-    def test_a_tied_parameter_has_one_master(self, half_dtype):
+    def test_a_tied_parameter_has_one_master(self, half):
         model = network()
         model.tied = nn.Linear(6, 3, bias=False)
         model.tied.weight = model[2].weight
-        _, optimizer = trainable(model=model, half_dtype=half_dtype)
+        _, optimizer = trainable(model=model, half_dtype=half)
         assert model.tied.weight is model[2].weight
-        assert model.tied.weight.dtype is half_dtype
+        assert model.tied.weight.dtype is half
         assert len(masters(optimizer)) == 2
 
     def test_masters_can_be_left_out_at_o2_and_asked_for_at_o3(self):
@@ -587,11 +580,11 @@ class TestAccumulation:
 
 
 class TestGradients:
-    def test_gradients_are_those_of_the_masters_in_half(self, half_dtype):
-        model, optimizer = trainable(half_dtype=half_dtype)
+    def test_gradients_are_those_of_the_masters_in_half(self, half):
+        model, optimizer = trainable(half_dtype=half)
         for index in range(2):
             backward(loss_of(model, index), optimizer)
-            assert_same_state(grads(model.parameters()), [grad.to(half_dtype) for grad in grads(masters(optimizer))])
+            assert_same_state(grads(model.parameters()), [grad.to(half) for grad in grads(masters(optimizer))])
 
     def test_gradients_from_before_the_first_block_add_up_with_those_of_the_block(self):
         model, optimizer, reference = beside_reference(torch.float16)
@@ -784,10 +777,10 @@ class TestSeveralModels:
 
 
 class TestStateDict:
-    def test_state_dict_has_the_masters_for_the_whole_and_for_a_part(self, half_dtype):
+    def test_state_dict_has_the_masters_for_the_whole_and_for_a_part(self, half):
         model = nn.Sequential(network(), nn.BatchNorm1d(3))
         names = list(model.state_dict())
-        _, optimizer = trainable(model=model, half_dtype=half_dtype)
+        _, optimizer = trainable(model=model, half_dtype=half)
         step(model, optimizer)
         saved = model.state_dict()
         assert list(saved) == names
@@ -810,18 +803,18 @@ class TestStateDict:
         assert_same_state(model.state_dict(), wanted)
 
     @pytest.mark.parametrize("when", ["before", "after", "in parts"])
-    def test_loading_before_or_after_initialize_sets_both_copies(self, when, half_dtype):
+    def test_loading_before_or_after_initialize_sets_both_copies(self, when, half):
         model, saved = network(), network(seed=1).state_dict()
         if when == "before":
             model.load_state_dict(saved)
-        _, optimizer = trainable(model=model, half_dtype=half_dtype)
+        _, optimizer = trainable(model=model, half_dtype=half)
         if when == "after":
             assert model.load_state_dict(saved).missing_keys == []
         elif when == "in parts":
             for index in (0, 2):
                 model[index].load_state_dict({"weight": saved[f"{index}.weight"]})
         assert_same_state(masters(optimizer), list(saved.values()))
-        assert_same_state(list(model.parameters()), [wanted.to(half_dtype) for wanted in saved.values()])
+        assert_same_state(list(model.parameters()), [wanted.to(half) for wanted in saved.values()])
         optimizer.step()
         assert_same_state(model.state_dict(), saved)
 
@@ -873,17 +866,17 @@ class TestStateDict:
         write(model[0].weight)
         assert_same_bits(model.state_dict()["0.weight"], torch.full((6, 4), 2.0))
 
-    def test_state_dict_of_a_frozen_parameter_that_came_half_is_the_parameter(self, half_dtype):
-        model = network().to(half_dtype)
+    def test_state_dict_of_a_frozen_parameter_that_came_half_is_the_parameter(self, half):
+        model = network().to(half)
         model[0].weight.requires_grad_(False)
-        trainable(model=model, half_dtype=half_dtype)
+        trainable(model=model, half_dtype=half)
         saved = model.state_dict()
         assert saved["0.weight"].data_ptr() == model[0].weight.data_ptr()
         assert saved["2.weight"].dtype is torch.float32
 
-    def test_state_dict_of_half_running_statistics_is_what_batch_norm_has_written(self, half_dtype):
+    def test_state_dict_of_half_running_statistics_is_what_batch_norm_has_written(self, half):
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-        initialize(model, opt_level="O3", half_dtype=half_dtype, cast_buffers=True)
+        initialize(model, opt_level="O3", half_dtype=half, cast_buffers=True)
         model(batch(0) + 5)
         wanted = model[1].running_mean.float()
         assert wanted.any()
@@ -934,30 +927,30 @@ class Curved(nn.Parameter):
 
 class TestCopies:
     @pytest.mark.parametrize("kind", [Tagged, functools.partial(Curved, curvature=0.5)])
-    def test_a_copy_of_a_parameter_has_its_class_and_the_masters_bits(self, kind, half_dtype):
+    def test_a_copy_of_a_parameter_has_its_class_and_the_masters_bits(self, kind, half):
         model = network()
         model[0].weight = kind(model[0].weight.detach())
         model[2].weight = kind(model[2].weight.detach(), requires_grad=False)
         before = [each.detach().clone() for each in model.parameters()]
         optimizer = SGD(model.parameters())
-        initialize(model, optimizer, half_dtype=half_dtype)
+        initialize(model, optimizer, half_dtype=half)
         model.listed = [model[0].weight]
         twin, other = copy.deepcopy((model, optimizer))
         assert_same_bits(twin[0].weight, before[0])
-        assert_same_bits(twin[2].weight, before[1].to(half_dtype).float())
+        assert_same_bits(twin[2].weight, before[1].to(half).float())
         assert twin.listed[0] is other.param_groups[0]["params"][0] is twin[0].weight
         for one, its_copy in zip(model.parameters(), twin.parameters(), strict=True):
             assert (type(its_copy), its_copy.requires_grad) == (type(one), one.requires_grad)
             assert vars(its_copy) == vars(one)
 
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-    def test_a_copy_of_the_model_casts_by_itself_and_has_no_masters(self, duplicate, half_dtype):
-        model, optimizer = trainable(half_dtype=half_dtype)
+    def test_a_copy_of_the_model_casts_by_itself_and_has_no_masters(self, duplicate, half):
+        model, optimizer = trainable(half_dtype=half)
         twin = duplicate(model)
         wanted = twin(batch(0))
         step(model, optimizer)
         assert_same_bits(twin(batch(0)), wanted)
-        assert twin.state_dict()["0.weight"].dtype is (torch.float32 if duplicate is copy.deepcopy else half_dtype)
+        assert twin.state_dict()["0.weight"].dtype is (torch.float32 if duplicate is copy.deepcopy else half)
         twin.state_dict()["0.weight"].zero_()  # as an average of weights is written by many
         assert not twin[0].weight.any()
         amp.deinitialize()
@@ -1008,9 +1001,9 @@ class TestClosure:
 
         return optimizer.step(closure), seen
 
-    def test_lbfgs_steps_as_by_hand_and_sees_a_new_loss_in_each_call(self, half_dtype):
+    def test_lbfgs_steps_as_by_hand_and_sees_a_new_loss_in_each_call(self, half):
         make = functools.partial(torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
-        model, optimizer, reference = beside_reference(half_dtype, make)
+        model, optimizer, reference = beside_reference(half, make)
 
         def by_hand() -> Tensor:
             reference.write()
@@ -1048,11 +1041,11 @@ class TestClosure:
 
 
 class TestDeinitialize:
-    def test_deinitialize_gives_back_float32_weights_from_the_masters(self, half_dtype):
+    def test_deinitialize_gives_back_float32_weights_from_the_masters(self, half):
         model = network()
         optimizer = torch.optim.Adam(model.parameters())
         parameters, attributes = list(model.parameters()), set(vars(optimizer))
-        initialize(model, optimizer, half_dtype=half_dtype)
+        initialize(model, optimizer, half_dtype=half)
         step(model, optimizer)
         backward(loss_of(model, 1), optimizer)
         values, gradients = copies(masters(optimizer)), copy.deepcopy(grads(masters(optimizer)))
