@@ -445,17 +445,6 @@ class TestErrors:
                 each.function(tensor)
             assert getattr(raised.value, "__notes__", []) == notes
 
-    @every_kind
-    @pytest.mark.parametrize(("expected", "is_named"), [("Half", True), ("Long", False)])
-    def test_an_error_that_no_cast_can_have_caused_has_no_note(self, kind, implementations, expected, is_named):
-        def fails(x, y=None, dtype=None):
-            raise RuntimeError(f"expected {expected}, found Float")
-
-        for each in implementations(kind, torch.float16, fails):
-            with pytest.raises(RuntimeError) as raised:
-                each.function(torch.ones(2).half(), torch.ones(2))
-            assert hasattr(raised.value, "__notes__") == is_named
-
     def test_an_error_of_the_cast_itself_is_raised_with_the_note(self, implementations):
         _, compiled = implementations("whitelist", torch.float16, seen)
         huge = torch.empty(1).expand(2**46)  # as a half tensor of its own it fits no memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -137,3 +138,19 @@ def test_gate_copies_nothing_unless_an_evaluation_may_follow_a_change():
     parameter = nn.Parameter(torch.ones(2))
     assert not ClosureGate(SGD([parameter]), may_go_back=True).can_restore
     assert not ClosureGate(torch.optim.LBFGS([parameter]), may_go_back=False).can_restore
+
+
+def test_gate_undoes_a_step_that_goes_on_after_an_overflow():
+    parameter = nn.Parameter(torch.ones(2))
+    gate = ClosureGate(torch.optim.LBFGS([parameter]), may_go_back=True)
+
+    def step() -> str:
+        with torch.no_grad():
+            parameter.zero_()
+        with contextlib.suppress(BaseException):
+            gate.leave("verdict", "loss")
+        return "done"
+
+    assert gate.run(step) == "loss"
+    assert gate.overflowed == "verdict"
+    assert parameter.tolist() == [1.0, 1.0]

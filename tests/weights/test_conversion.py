@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -366,18 +365,6 @@ class TestCastsAroundForward:
         model(inputs).sum().backward()
         assert inputs.grad.dtype is torch.float32
         assert model.weight.grad.dtype is half
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("fullgraph", [True, False])
-    @pytest.mark.covering(1)
-    def test_casts_around_forward_are_compiled(self, half, fullgraph):
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
-        initialize(model, half_dtype=half, keep_fp32="2")
-        wanted = pickle.loads(pickle.dumps(model))(torch.ones(3, 2))
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
-        found = compiled(torch.ones(3, 2))
-        assert found.dtype is torch.float32
-        torch.testing.assert_close(found, wanted)
 
 
 class ByOperator(nn.Linear):

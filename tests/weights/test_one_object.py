@@ -148,24 +148,12 @@ class TestParameters:
 
 
 class ScheduleFree(torch.optim.SGD):
-    """Changes its parameters in methods of its own, as SAM and schedule-free optimizers do."""
+    """Changes its parameters in a method of its own, as schedule-free optimizers do."""
 
     @torch.no_grad()
     def eval(self) -> None:
         for parameter in self.param_groups[0]["params"]:
             parameter.mul_(1 + 2**-14)
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["old"] = parameter.clone()
-            parameter.add_(parameter.grad)
-        self.zero_grad()
-
-    def second_step(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data = self.state[parameter].pop("old")
-        self.step()
 
 
 class TestMethodsOfTheOptimizer:
@@ -176,18 +164,6 @@ class TestMethodsOfTheOptimizer:
         changed = [was * (1 + 2**-14) for was in before]
         assert_same_state(training.masters, changed)
         assert_same_state(list(training.model.parameters()), [each.to(half) for each in changed])
-
-    def test_methods_may_be_two_halves_of_a_step(self, half):
-        training = initialized(half, ScheduleFree, lr=0.5)
-        before = training.values()
-        loss = training.model(torch.ones(2, 4)).square().mean()
-        backward(loss, training.optimizer)
-        training.optimizer.first_step()
-        assert all(each.grad is None for each in training.model.parameters())
-        backward(training.model(torch.ones(2, 4)).square().mean(), training.optimizer)
-        grads = [each.grad.clone() for each in training.masters]
-        training.optimizer.second_step()
-        assert_same_state(training.masters, [was - 0.5 * grad for was, grad in zip(before, grads, strict=True)])
 
     def test_methods_may_be_called_between_forward_and_backward(self, half):
         class Asked(torch.optim.SGD):

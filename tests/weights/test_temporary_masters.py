@@ -193,6 +193,12 @@ def with_state(kind: str | bool, state: str, make: Callable[..., Any] = ADAMW, *
     return trainable(kind, make, optimizer_state=state, **options)
 
 
+def plain(make: Callable[..., Any]) -> tuple[nn.Module, Any]:
+    """Returns a float32 model and its optimizer, without amp."""
+    model = network()
+    return model, make(model.parameters())
+
+
 def give(model: nn.Module, index: int = 0, factor: float = 1.0) -> list[Tensor]:
     """Sets gradients that hang on the index alone; returns them."""
     generator, given = torch.Generator().manual_seed(index), []
@@ -480,7 +486,7 @@ def _after_a_broadcast_of_detached_weights(kind: str) -> tuple[list[Tensor], lis
 def _wrapped_after_a_write_by_numpy() -> list[Tensor]:
     model = network()
     initialize(model, SGD(model.parameters()), "split")
-    _zero_by_numpy(model[0].weight)
+    WRITES["numpy"](model[0].weight)
     DistributedDataParallel(model)
     return full(model)
 
@@ -587,8 +593,7 @@ class TestState:
 class TestClosures:
     """The closure sets gradients, so that both sides get the same."""
 
-    def stepped(self, kind: str | bool, make: Callable[..., Any], count: int = 3, **options: Any) -> Any:
-        model, optimizer = trainable(kind, make, **options)
+    def stepped(self, model: nn.Module, optimizer: Any) -> Any:
         indices, seen = itertools.count(), []
 
         def closure() -> Tensor:
@@ -598,8 +603,8 @@ class TestClosures:
             give(model, index)
             return torch.tensor(3.0 - index / 10)
 
-        results = [optimizer.step(closure) for _ in range(count)]
-        assert set(seen) == {HALF}
+        results = [optimizer.step(closure) for _ in range(3)]
+        assert set(seen) == {model[0].weight.dtype}
         found = [full(model), list(map(float, results)), len(seen)]
         amp.deinitialize()
         return found
@@ -610,24 +615,25 @@ class TestClosures:
         [MOMENTUM, ADAMW, functools.partial(torch.optim.LBFGS, max_iter=4), Lion, Sam],
         ids=["SGD", "AdamW", "LBFGS", "Lion", "SAM"],
     )
-    def test_split_masters_have_the_bits_of_masters_that_are_kept(self, make, in_parts, monkeypatch):
+    @pytest.mark.parametrize("kind", [True, "split"])
+    def test_steps_with_a_closure_have_the_bits_of_float32_training(self, kind, make, in_parts, monkeypatch):
         if in_parts:
             monkeypatch.setattr(step_parts, "_LEAST", 1)
-        assert_same_state(self.stepped("split", make), self.stepped(True, make))
+        assert_same_state(self.stepped(*trainable(kind, make)), self.stepped(*plain(make)))
 
     @pytest.mark.slow
     @EACH_STATE
     @pytest.mark.parametrize("make", [ADAMW, Lion], ids=["AdamW", "Lion"])
     def test_stochastic_steps_with_a_closure_are_those_without(self, make, state):
-        found = self.stepped("stochastic", make, optimizer_state=state)
+        found = self.stepped(*with_state("stochastic", state, make))
         model, optimizer = with_state("stochastic", state, make)
         for index in range(3):
             step(model, optimizer, index)
         assert_same_state(found[0], full(model))
 
-    @pytest.mark.slow
-    def test_a_closure_sees_the_line_search_move_half_weights(self):
-        model, optimizer = trainable("split", functools.partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"))
+    @pytest.mark.parametrize("kind", [True, "split"])
+    def test_a_closure_sees_the_line_search_move_half_weights(self, kind):
+        model, optimizer = trainable(kind, functools.partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"))
         seen = []
 
         def closure() -> Tensor:
@@ -676,14 +682,13 @@ class TestClosures:
 
 
 class TestOwnMethods:
-    def stepped(self, kind: str | bool, **options: Any) -> list[list[Tensor]]:
-        model, optimizer = trainable(kind, Sam, **options)
-        found = []
+    def stepped(self, model: nn.Module, optimizer: Sam) -> list[list[Tensor]]:
+        found, before = [], dtypes(model.parameters())
         for index in range(3):
             give(model, 2 * index, 0.1)
             optimizer.first_step()
             assert all(parameter.grad is None for parameter in model.parameters())
-            assert_is_between_steps(model)
+            assert dtypes(model.parameters()) == before
             found.append(full(model))
             give(model, 2 * index + 1, 0.1)
             optimizer.second_step()
@@ -692,8 +697,9 @@ class TestOwnMethods:
         amp.deinitialize()
         return found
 
-    def test_steps_in_two_halves_have_the_bits_of_masters_that_are_kept(self):
-        assert_same_state(self.stepped("split"), self.stepped(True))
+    @pytest.mark.parametrize("kind", [True, "split"])
+    def test_steps_in_two_halves_have_the_bits_of_float32_training(self, kind):
+        assert_same_state(self.stepped(*trainable(kind, Sam)), self.stepped(*plain(Sam)))
 
     @EACH_STATE
     def test_the_first_half_is_undone_by_the_second(self, state):
@@ -944,61 +950,26 @@ class TestCopies:
             assert_same_bits(full(model)[0], before[0].sub(given[0].float(), alpha=0.1))
 
 
-def _fill(weight: Tensor) -> None:
-    with torch.no_grad():
-        weight.fill_(0.5)
-
-
-def _zero_data(weight: Tensor) -> None:
-    weight.data.zero_()
-
-
-def _copy(weight: Tensor) -> None:
-    with torch.no_grad():
-        weight.copy_(torch.full(weight.shape, 0.1))
-
-
-def _replace_data(weight: Tensor) -> None:
-    weight.data = torch.full_like(weight, -3.0)
-
-
-def _write_one_element(weight: Tensor) -> None:
-    weight.data[0, 0] = 0.0
-
-
-def _zero_by_numpy(weight: Tensor) -> None:
-    weight.detach().view(torch.int16).numpy()[:] = 0
-
-
-def _zero_by_dlpack(weight: Tensor) -> None:
-    torch.from_dlpack(weight.detach()).zero_()
-
-
-def _zero_storage(weight: Tensor) -> None:
-    storage = weight.untyped_storage()
-    storage.copy_(torch.zeros_like(weight).untyped_storage())
-
-
-WRITES = {
-    "fill_": _fill,
-    "data.zero_": _zero_data,
-    "copy_": _copy,
-    "data": _replace_data,
-    "one": _write_one_element,
-    "numpy": _zero_by_numpy,
-    "dlpack": _zero_by_dlpack,
-    "storage": _zero_storage,
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "fill_": torch.no_grad()(lambda weight: weight.fill_(0.5)),
+    "copy_": torch.no_grad()(lambda weight: weight.copy_(torch.full(weight.shape, 0.1))),
+    "data.zero_": lambda weight: weight.data.zero_(),
+    "data": lambda weight: setattr(weight, "data", torch.full_like(weight, -3.0)),
+    "one": lambda weight: weight.data[0, 0].zero_(),
+    "numpy": lambda weight: weight.detach().view(torch.int16).numpy().fill(0),
+    "dlpack": lambda weight: torch.from_dlpack(weight.detach()).zero_(),
+    "storage": lambda weight: weight.untyped_storage().fill_(0),
 }
 
 
 class TestWrites:
     @pytest.mark.parametrize("then", ["step", "save", "deinitialize", "copy", "convert", "method", "overflow"])
-    @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+    @pytest.mark.parametrize("write", WRITES)
     @EACH_KIND
     def test_a_write_between_steps_counts(self, kind, write, then):
         model, optimizer = trainable(kind, functools.partial(torch.optim.SGD, lr=0.0), check_finite=True)
         step(model, optimizer)
-        write(model[0].weight)
+        WRITES[write](model[0].weight)
         wanted = model[0].weight.detach().float()
         if then == "step":
             step(model, optimizer)
@@ -1014,7 +985,7 @@ class TestWrites:
         elif then == "method":
             optimizer.load_state_dict(optimizer.state_dict())
         found = full(model)[0]
-        if write is _write_one_element:  # what the others have lost is less than half of their last digit
+        if write == "one":  # what the others have lost is less than half of their last digit
             torch.testing.assert_close(found, wanted, rtol=2**-8, atol=0)
         else:
             assert_same_bits(found, wanted)
@@ -1040,7 +1011,7 @@ class TestWrites:
                 with torch.no_grad():
                     model[0].weight.clamp_(-0.01, 0.01)
             elif how == "by numpy":
-                _zero_by_numpy(model[0].weight)
+                WRITES["numpy"](model[0].weight)
             else:
                 model[0].weight.data.clamp_(-0.01, 0.01)
 
@@ -1056,7 +1027,7 @@ class TestWrites:
             warnings.simplefilter("always")
             for index in range(6):
                 step(model, optimizer, index)
-                _fill(model[0].weight)
+                WRITES["fill_"](model[0].weight)
         (warning,) = caught
         assert warning.category is AmpWarning
         assert "writes to weights between steps, such as 0.weight, again and again" in str(warning.message)
@@ -1068,7 +1039,7 @@ class TestWrites:
             step(model, optimizer, index)
             model.load_state_dict(network(index).state_dict())
             if index < 2:
-                _fill(model[0].weight)
+                WRITES["fill_"](model[0].weight)
 
     @EACH_KIND
     def test_a_state_dict_that_is_saved_within_the_step_has_the_masters(self, kind):
