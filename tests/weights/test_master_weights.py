@@ -1,7 +1,7 @@
 """Of float32 masters at O2: made, stepped, cleared, saved, loaded and given back.
 
-Optimizers are compared bit for bit with those of a float32 model that is given the masters' gradients. These are compared
-with the gradients of float32 training in test_training_matrix.py.
+Optimizers are compared bit for bit with those of a float32 model that is given the masters' gradients. These are
+compared with the gradients of float32 training in test_training_matrix.py.
 """
 
 from __future__ import annotations
