@@ -617,6 +617,14 @@ class TestFloor:
         with pytest.raises(LossScaleError, match=r"13 gradients (?s:.*)7\.weight, .*\n    and 5 more"):
             optimizer.step()
 
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_gradients_cleared_before_the_step_raise_no_error_at_the_floor(self, set_to_none):
+        model, optimizer = started(min_loss_scale=SCALE)
+        backward(loss_of(model) * math.inf, optimizer)
+        optimizer.zero_grad(set_to_none)
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
+
     def test_error_at_the_floor_counts_sparse_gradients_and_those_of_no_model(self):
         model, other = linear(), nn.Embedding(3, 1, sparse=True)
         optimizer = SGD([*model.parameters(), *other.parameters()])
