@@ -357,6 +357,17 @@ class TestForwardStore:
             assert torch.equal(model(x()), reference(model.weight, x(), half))
         assert len(cache()) == 0
 
+    def test_no_casts_are_kept_after_a_forward_that_raised_by_itself(self, half):
+        def fail(model: Thrice, value: Tensor) -> None:
+            model.thrice(value)
+            raise KeyError
+
+        model, value = adopt(Thrice(fail), half), x().to(half)
+        with torch.no_grad():
+            with pytest.raises(KeyError):
+                model(value)
+            assert casts_of_weights(lambda: [F.linear(value, model.weight) for _ in range(2)]) == 2
+
     def test_threads_share_no_casts_of_forwards_without_grad(self, half):
         def wait(model: Thrice, value: Tensor) -> None:
             model.thrice(value)
