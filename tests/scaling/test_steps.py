@@ -133,19 +133,6 @@ class TestClosures:
 
         warned_once(lambda: optimizer.step(closure), "returns the scaled loss")
 
-    @pytest.mark.parametrize("loss_scale", [1, 128.0])
-    def test_closure_that_returns_the_loss_itself_is_not_warned_of(self, loss_scale):
-        model, optimizer = started(loss_scale=loss_scale)
-
-        def closure() -> Tensor:
-            loss = loss_of(model)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            return scaled_loss if loss_scale == 1 else loss
-
-        optimizer.step(closure)
-
-
 STEPS: dict[str, Callable[[Any], Callable[[], object]]] = {
     "bound": lambda optimizer: optimizer.step,
     "compiled": lambda optimizer: torch.compile(optimizer.step, backend="eager"),
@@ -288,18 +275,6 @@ class TestStepsWithoutGradients:
             optimizer.step()
             (optimizer if clear == "optimizer" else model).zero_grad()
             optimizer.step()
-
-    def test_a_step_with_a_closure_is_not_warned_of(self):
-        model, optimizer = started(opt_level="O2")
-
-        def closure() -> Tensor:
-            loss = loss_of(model)
-            backward(loss, optimizer)
-            return loss.detach()
-
-        for _ in range(2):
-            optimizer.step(closure)
-
 
 class TestOptimizersThatAmpWasNotHanded:
     def test_step_is_warned_of_once_if_the_model_has_a_loss_scale(self):
