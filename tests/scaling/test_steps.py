@@ -133,6 +133,7 @@ class TestClosures:
 
         warned_once(lambda: optimizer.step(closure), "returns the scaled loss")
 
+
 STEPS: dict[str, Callable[[Any], Callable[[], object]]] = {
     "bound": lambda optimizer: optimizer.step,
     "compiled": lambda optimizer: torch.compile(optimizer.step, backend="eager"),
@@ -275,6 +276,7 @@ class TestStepsWithoutGradients:
             optimizer.step()
             (optimizer if clear == "optimizer" else model).zero_grad()
             optimizer.step()
+
 
 class TestOptimizersThatAmpWasNotHanded:
     def test_step_is_warned_of_once_if_the_model_has_a_loss_scale(self):
