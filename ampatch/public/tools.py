@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from ampatch import opt_levels
 from ampatch.cast_lists.lists import Overlay, shipped
-from ampatch.errors import OptionError, UsageError, did_you_mean
+from ampatch.errors import OptionError, did_you_mean
 from ampatch.opt_levels import as_flag
 from ampatch.patching import adopted_model
 from ampatch.public import arguments
 from ampatch.public.arguments import checks_names
-from ampatch.runtime import runtime
 from ampatch.torch_private.modules import COMPILED_ORIGINAL
 from ampatch.weights.ruled_parts import check_entries
 
@@ -190,10 +189,6 @@ def what_if(
         CastListError: the cast lists have faults.
         Exception: what the model or ``loss_fn`` raises, with a note that says so.
     """
-    if runtime.live is not None:
-        raise UsageError(
-            "amp.what_if watches a float32 step, and amp is set up: it would cast. Type amp.deinitialize() first."
-        )
     from ampatch.diagnostics.report.report import note_own_steps
     from ampatch.diagnostics.trial_steps.subject import Subject
     from ampatch.diagnostics.what_if import what_if as steps

@@ -258,7 +258,7 @@ def test_bad_lists_are_a_clear_error():
 def test_within_a_session_it_raises():
     model = linear(1)
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
-    with pytest.raises(UsageError, match=r"amp is set up: it would cast. Type amp.deinitialize\(\) first"):
+    with pytest.raises(UsageError, match=r"amp is set up already. Type amp.deinitialize\(\) first"):
         what_if(linear(1), torch.ones(1, 1))
 
 

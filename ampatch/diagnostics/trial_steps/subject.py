@@ -169,20 +169,25 @@ def _copied(value: Any) -> Any:
         return value
 
 
+def check_not_set_up(caller: str) -> None:
+    """Raises UsageError if amp is set up."""
+    if runtime.live is not None:
+        raise UsageError(
+            f"{caller} chooses amp's settings itself, and amp is set up already. Type amp.deinitialize() first."
+        )
+
+
 @contextlib.contextmanager
 def undisturbed(caller: str) -> Iterator[None]:
     """Runs a block with gradients on, autocast off and nothing compiled; then random numbers go on as without it.
 
     Args:
-        caller: the public function that sets amp up in the block.
+        caller: the public function that runs copies of the model in the block.
 
     Raises:
-        UsageError: amp is set up already.
+        UsageError: amp is set up.
     """
-    if runtime.live is not None:
-        raise UsageError(
-            f"{caller} sets amp up for copies of the model, and amp is set up already. Type amp.deinitialize() first."
-        )
+    check_not_set_up(caller)
     with contextlib.ExitStack() as stack:
         stack.callback(RandomState().restore)
         stack.enter_context(torch.inference_mode(False))

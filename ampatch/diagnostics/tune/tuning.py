@@ -17,13 +17,13 @@ from typing import Any
 
 from ampatch.casting import cast_observers
 from ampatch.diagnostics.shown_names import few
+from ampatch.diagnostics.trial_steps.subject import check_not_set_up
 from ampatch.diagnostics.tune.functions import Observed
 from ampatch.diagnostics.tune.result import CANNOT_TELL, FAILS, PASSES, TunedTrial, Tuning
 from ampatch.diagnostics.tune.runs import BudgetEndedError, Run, Runs
 from ampatch.diagnostics.tune.search import Kept, minimal, restored
 from ampatch.diagnostics.tune.trainings import Training
 from ampatch.errors import OptionError, UsageError
-from ampatch.runtime import runtime
 
 _NOTHING: Kept = frozenset()
 #: Standard errors of the mean difference that count as noise.
@@ -51,10 +51,7 @@ def tune(
     _in_unit(tolerance, 1.0)
     if cast_observers.observer is not None:
         raise UsageError("amp.tune watches its runs itself. Call it outside of the block of amp.report().")
-    if runtime.live is not None:
-        raise UsageError(
-            "amp.tune sets amp up for each of its runs, and amp is set up already. Type amp.deinitialize() first."
-        )
+    check_not_set_up("amp.tune")
     runs = Runs(journal, training.about(), budget, progress)
     try:
         return _Search(training, runs, tolerance, higher_is_better).run()
