@@ -77,7 +77,7 @@ def _functions(functions: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     rows = _with_casts(functions)
     columns = [
         Column("function", lambda row: shown_function(row["name"])),
-        Column("rule", _rule, rank=3),
+        Column("rule", lambda row: ", ".join(filter(None, (row["rule"], row.get("format")))) or "-", rank=3),
         Column("types", lambda row: _types(row["types"]), rank=4),
         *_NUMBERS,
         number("undone", lambda row: row["undone"] or None, rank=1),
@@ -86,10 +86,6 @@ def _functions(functions: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     others = len(functions) - len(rows)
     if others:
         yield f"{counted(others, 'other function')} had no casts.\n"
-
-
-def _rule(row: Mapping[str, Any]) -> str:
-    return ", ".join(filter(None, (row["rule"], row.get("format")))) or "-"
 
 
 def _types(types: Sequence[Mapping[str, Any]]) -> str:

@@ -167,13 +167,10 @@ class _Search:
     def _passes(self, kept: Kept) -> bool:
         return self._trial(kept, f"{few(sorted(kept), 3)} in float32").passes
 
-    def _value(self, kept: Kept) -> tuple[float, int]:
-        """Returns what makes a list better: first the share of the FLOPs in half, then few functions."""
-        return self._observed.share(kept) or 0.0, -len(kept)
-
     def _best(self) -> Kept | None:
-        passing = [kept for kept, trial in self._judged.items() if trial.passes]
-        return max(passing, key=self._value, default=None)
+        """Returns the list that passes with the greatest share of the FLOPs in half, and then the fewest functions."""
+        passing = (kept for kept, trial in self._judged.items() if trial.passes)
+        return max(passing, key=lambda kept: (self._observed.share(kept) or 0.0, -len(kept)), default=None)
 
     def _expect(self, trials: int) -> None:
         self._runs.expected = trials * len(self._training.seeds)
