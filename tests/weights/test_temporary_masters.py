@@ -1618,6 +1618,7 @@ class TestTraining:
 class TestInterrupts:
     @OR_KEPT
     @pytest.mark.parametrize("at", range(6))
+    @pytest.mark.covering(2)  # of each kind, on the way in and on the way back
     def test_an_exchange_that_is_interrupted_leaves_the_model_half(self, kind, at, monkeypatch):
         model, optimizer = trainable(kind)
         step(model, optimizer)
