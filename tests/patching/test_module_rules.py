@@ -101,10 +101,6 @@ class TestForward:
         amp.deinitialize()
         assert_same_bits(result, amp.initialize(Net(), half_dtype=HALF, keep_fp32="head", verbosity=0)(INPUTS))
 
-    def test_a_float32_part_casts_half_inputs(self) -> None:
-        model = ruled({"head": "float32"}, nn.ModuleDict({"head": nn.Linear(8, 8), "tail": nn.Linear(8, 8)}))
-        assert model.head(INPUTS.to(HALF)).dtype is FULL
-
     def test_rules_of_all_parts_equal_the_same_lists_of_a_session(self) -> None:
         result = ruled({"Part": OWN})(INPUTS)
         amp.deinitialize()

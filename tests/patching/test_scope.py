@@ -286,13 +286,6 @@ class TestPartsAlone:
             assert value.dtype is HALF
             assert (x() @ x().T).dtype is FULL
 
-    def test_parts_called_alone_keep_rules_of_their_own(self) -> None:
-        rules = {"modules": {"text": "float32", "visual.*": {"blacklist": {"torch.nn.functional": ["linear"]}}}}
-        model = adopt(cast_lists=rules)
-        with torch.no_grad():
-            assert [part(x()).dtype for part in (model.text, model.visual)] == [FULL, FULL]
-            assert F.linear(x(), x().half()).dtype is HALF
-
     def test_a_part_with_two_names_casts(self) -> None:
         model = Encoders()
         model.tied = model.text
