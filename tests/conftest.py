@@ -65,7 +65,7 @@ NEEDED = {
     "integration/test_skorch.py": "skorch",
     "integration/test_traced_architectures.py": "transformers",
     "integration/test_transformers.py": "transformers",
-    "casting/test_casting.py": "transformers",
+    "casting/test_nested.py": "transformers",
     "interfaces/test_convert_model.py": "onnx",
     "project/test_documentation.py": "sybil",
 }

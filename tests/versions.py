@@ -47,7 +47,7 @@ TESTS = (
     "tests/cast_lists/test_reviewed.py",
     "tests/cast_lists/test_samples.py",
     "tests/cast_lists/test_shipped_lists.py",
-    "tests/cast_lists/test_cast_list_coverage.py",
+    "tests/cast_lists/test_coverage.py",
     "tests/cast_lists/test_spellings.py",
 )
 

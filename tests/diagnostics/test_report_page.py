@@ -28,8 +28,8 @@ from torch import nn
 
 from ampatch import amp
 from ampatch.diagnostics import json_files
-from ampatch.diagnostics.report import drawings as report_drawings
 from ampatch.diagnostics.report import numbers as report_numbers
+from ampatch.diagnostics.report import page_drawings
 from ampatch.diagnostics.report import tree as module_tree
 from ampatch.diagnostics.report.exponents import Histogram, Range
 from ampatch.diagnostics.report.page import page
@@ -380,7 +380,7 @@ class TestDrawings:
     )
     def test_a_thinned_line_keeps_its_extremes(self, values: list[float | None], limit: int) -> None:
         line = list(enumerate(values))
-        thin = report_drawings.thinned(line, limit)
+        thin = page_drawings.thinned(line, limit)
         assert set(thin) <= set(line)
         assert thin == sorted(thin, key=lambda point: point[0])
         assert len(thin) <= max(limit, 2 * limit)

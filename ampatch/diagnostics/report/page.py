@@ -17,8 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ampatch.diagnostics.compare.result import owner_of
-from ampatch.diagnostics.report import drawings as report_drawings
-from ampatch.diagnostics.report import tables
+from ampatch.diagnostics.report import page_drawings, page_tables
 from ampatch.diagnostics.report import tree as module_tree
 from ampatch.diagnostics.report.numbers import count, digits, exact, percent, seconds, size
 from ampatch.diagnostics.report.steps import course_of_scale, spelled
@@ -43,8 +42,8 @@ def page(data: Mapping[str, Any]) -> str:
         .get_template("report.html")
         .render(
             data=data,
-            tables=tables,
-            drawings=report_drawings,
+            tables=page_tables,
+            drawings=page_drawings,
             style=_file("report.css"),
             script=script,
             # No other script runs, whatever a report contains.
@@ -70,7 +69,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    of_tables = (few, owner_of, short_place, shown_function, shown_module, tables.types)
+    of_tables = (few, owner_of, short_place, shown_function, shown_module, page_tables.types)
     of_tree = (module_tree.ordered, module_tree.shares, module_tree.style_of)
     filters = (count, digits, exact, percent, seconds, size, spelled, *of_tables, *of_tree)
     found.filters |= {each.__name__: each for each in filters}

@@ -1,4 +1,4 @@
-"""Cast lists: the form of files and mappings, and the rules that follow (test_cast_list_faults.py has mistakes)."""
+"""Cast lists: the form of files and mappings, and the rules that follow (test_reader.py has mistakes)."""
 
 from __future__ import annotations
 
