@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 _STEP = "the model, its inputs and a loss function"
+_TO_LOOK_UP = "so that its functions are looked up, and matched by the file's patterns"
 _FAULT = 1  # exit status for a fault in the input, or for a warning with --strict
 
 # Half types of peers that have only one.
@@ -639,10 +640,7 @@ def _add_cast_lists(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_import(
-    parser: argparse.ArgumentParser,
-    purpose: str = "so that its functions are looked up, and matched by the file's patterns",
-) -> None:
+def _add_import(parser: argparse.ArgumentParser, purpose: str = _TO_LOOK_UP) -> None:
     parser.add_argument(
         "--import",
         dest="modules",
