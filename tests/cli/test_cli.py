@@ -282,13 +282,14 @@ class TestCheck:
         assert why in line
 
     def test_several_files_are_checked_each_by_itself(self, own: Callable[..., Path]) -> None:
-        faulty = own("whitelist:\n  torch: [mmm]\n", "faulty.yaml")
+        faulty = own("whitelist:\n  torch: [mmm]\nblaklist: {}\n", "faulty.yaml")
         sound = own(SOUND, "sound.yaml")
         opposite = own("whitelist:\n  torch.nn.functional: [linear]\n", "opposite.yaml")  # as in the shipped lists
         status, out, _ = ampatch("lists", "check", faulty, sound, opposite)
-        first, second, third = out.splitlines()
+        first, another, second, third = out.splitlines()
         assert status == 1
         assert first.startswith(f"{faulty}:2: 'torch' has no 'mmm'")
+        assert another.startswith(f"{faulty}:3: unknown list 'blaklist'")
         assert second == f"{sound} is sound: it changes how 1 path is treated."
         assert third.startswith(f"{opposite} is sound: it changes nothing, as it has no entries, or only such as")
 
