@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -87,6 +89,12 @@ class TestLayers:
         names = ["weight", "bias"] if norm_class in LAYER_NORMS else ["weight"]
         shapes = {name: tuple(value.shape) for name, value in norm_class((3, 4)).state_dict().items()}
         assert shapes == dict.fromkeys(names, (3, 4))
+
+    def test_layers_are_copied_and_pickled(self, norm_class):
+        norm = drawn(norm_class(4, memory_efficient=True))
+        for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+            assert_same_bits(other(some_input()), norm(some_input()))
+            assert other.memory_efficient is True
 
     @EACH_HALF
     def test_half_layers_compute_in_float32_and_round(self, norm_class, half):
