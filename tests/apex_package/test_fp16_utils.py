@@ -522,6 +522,11 @@ class TestProperties:
 
 
 class TestNetworksInHalf:
+    @pytest.mark.parametrize("in_half", [network_to_half, FP16Model])
+    def test_networks_in_half_compile_into_one_graph(self, in_half):
+        model = in_half(nn.Linear(4, 4))
+        assert torch.compile(model, fullgraph=True, backend="eager")(torch.ones(2, 4)).dtype is torch.float16
+
     def test_fp16_model_takes_several_inputs(self):
         model = FP16Model(nn.Bilinear(2, 3, 1))
         assert model(torch.ones(4, 2), torch.ones(4, 3)).dtype is torch.float16

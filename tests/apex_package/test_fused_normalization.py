@@ -78,6 +78,11 @@ class TestLayers:
         norm = drawn(norm_class(4, 0.5))
         assert_is(norm(some_input()), published(some_input(), norm, eps=0.5), torch.float32)
 
+    def test_layers_compile_into_one_graph(self, norm_class):
+        norm = drawn(norm_class(4))
+        compiled = torch.compile(norm, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(some_input()), norm(some_input()))
+
     def test_layers_are_torchs_own(self, norm_class):
         kind = nn.LayerNorm if norm_class in LAYER_NORMS else nn.RMSNorm
         norm, torchs = drawn(norm_class(4)), kind(4, eps=1e-5)
