@@ -536,6 +536,12 @@ class TestFloat16:
         assert torch.stack(moved).norm().item() == pytest.approx(1e-2, rel=1e-3)
         assert [parameter.grad.dtype for parameter in model.parameters()] == [torch.float16] * 2 + [torch.float32] * 2
 
+    def test_a_grad_scaler_steps_with_a_closure(self):
+        (model, optimizer), scaler = wrapped(torch.optim.LBFGS, torch.float16), ampatch.GradScaler("cpu")
+        first = scaler.step(optimizer, closure_of(optimizer, model, scaler))
+        scaler.update()
+        assert loss_of(model) < first / 2
+
     @pytest.mark.parametrize("overflow_at", [0, 2])
     def test_an_overflow_in_a_closure_undoes_the_step(self, overflow_at):
         (model, optimizer), scaler = wrapped(torch.optim.LBFGS, torch.float16), ampatch.GradScaler("cpu")
@@ -728,6 +734,24 @@ class TestComposition:
         train(model, optimizer, *range(5))
         by_hand.train(*range(5))
         assert_same_state(list(optimizer.master_params()), by_hand.masters)
+
+    def test_a_lookahead_around_it_writes_to_the_masters(self):
+        model, optimizer = wrapped()
+        outer = Lookahead(optimizer)
+        train(model, outer, *range(4))
+        for master, parameter in zip(optimizer.master_params(), model.parameters(), strict=True):
+            assert_same_bits(master.to(parameter.dtype), parameter)
+
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_larc_inside_or_outside_trains(self, inside):
+        from ampatch.apex.parallel.LARC import LARC
+
+        model = network()
+        made = SGD(model.parameters())
+        optimizer = MixedPrecision(LARC(made)) if inside else LARC(MixedPrecision(made))
+        before = loss_of(model)
+        train(model, optimizer, *[0] * 5)
+        assert loss_of(model) < before
 
     @pytest.mark.parametrize("between", [False, True])
     def test_wrapping_twice_is_an_error(self, between):
