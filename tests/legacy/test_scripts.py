@@ -65,6 +65,12 @@ TRAININGS = [
         says={"O1": r'"dtype": "torch\.float32"', "O2": r'"dtype": "torch\.float16"'},
     ),
     Training(
+        "dcgan",
+        float32=("--opt_level", "O0"),
+        halves={level: ("--opt_level", level) for level in ("O1", "O2")},
+    ),
+    Training("detection"),
+    Training(
         "fp16_optimizer",
         float32=("--fp32",),
         halves={"static scale": ("--loss-scale", "128"), "dynamic scale": ("--dynamic-loss-scale",)},
@@ -78,8 +84,11 @@ TRAININGS = [
         },
     ),
     Training("language_model", always=("--tied",)),
+    Training("manual_master_params", float32=(), halves={"static scale": ("--fp16", "--static-loss-scale", "128")}),
     Training("reducer", processes=2),
     Training("swav", processes=2),
+    # The script takes softmax off the blacklist.
+    Training("text_to_speech", says={"O1": r"Alignments: .* torch\.float16"}),
     Training(
         "wgan_gp",
         says={"O1": r"Gradient overflow\. Skipping step, loss scaler 0 reducing loss scale to 32768\.0"},
