@@ -9,14 +9,15 @@ import io
 import itertools
 import json
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, assert_same_state
-from small_nets import EACH_HALF, EACH_LEVEL, X, Y, net, norm, types_computed_by, types_of, weights
+from helpers import assert_same_bits, assert_same_state, completed
+from small_nets import EACH_HALF, EACH_LEVEL, ENVIRONMENT, X, Y, net, norm, types_computed_by, types_of, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -666,3 +667,24 @@ def test_after_amp_init_a_trainer_trains_in_half() -> None:
     AmpHandler().attach(trainer)
     trainer.run(DATA, max_epochs=2)
     assert net.seen == {torch.float16}
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_in_float32_and_stay_equal(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("ignite_ranks.py")
+    done = completed([sys.executable, str(script)], cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*.json")}
+    assert len(results) == 2 * (3 + 2)
+    for mode, level in itertools.product(("accumulated", "overflow"), ("O1", "O2")):
+        first, second = results[f"{mode} {level} 0"], results[f"{mode} {level} 1"]
+        assert first == second
+        if mode == "overflow":
+            assert (first["skipped"], first["scale"]) == (1, 512)
+        else:
+            assert (first["skipped"], first["scale"]) == (0, 1024)
+            assert first["weights"] == pytest.approx(results[f"{mode} float32 0"]["weights"], rel=1e-2, abs=5e-3)
+        (file,) = tmp_path.glob(f"saved/{mode} {level}/*.pt")
+        saved = torch.load(file, weights_only=True)
+        assert torch.cat([each.reshape(-1) for each in saved["model"].values()]).tolist() == first["weights"]
+        assert saved["amp"]["loss_scaler0"]["loss_scale"] == first["scale"]

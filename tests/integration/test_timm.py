@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from apart import import_timm
 from helpers import assert_same_state
 from small_nets import EACH_HALF, EACH_LEVEL, weights
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from workers import Workers
 
 from ampatch import amp
 from ampatch.demo.digits import load, split
@@ -460,3 +463,52 @@ class TestBadInput:
                 train(*make("O1"), range(1))
             amp.deinitialize()
             train(*make("O1", enabled=False), range(1), clip_grad=1.0)
+
+
+def train_as_rank(level: str, half: torch.dtype, network: Callable[[], Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Trains with accumulation under ``no_sync``, each rank on its own half of the batches."""
+    rank = dist.get_rank()
+    model, optimizer = make(level, half, network, opt="sgd")
+    wrapped, scaler, losses = DistributedDataParallel(model), new_scaler(), []
+    for step in range(4):
+        optimizer.zero_grad()
+        for part in range(2):
+            is_last = part == 1
+            with contextlib.nullcontext() if is_last else wrapped.no_sync():
+                loss = loss_of(wrapped, 4 * step + 2 * part + rank, 16) / 2
+                scaler(loss, optimizer, clip_grad=0.5, parameters=wrapped.parameters(), need_update=is_last)
+            losses.append(loss.item())
+    import_timm().utils.distribute_bn(wrapped, dist.get_world_size(), reduce=True)
+    return losses, weights(model)
+
+
+def step_without_reduction(level: str) -> str:
+    model, optimizer = make(level)
+    wrapped = DistributedDataParallel(model)
+    with wrapped.no_sync(), pytest.raises(UsageError) as raised:
+        new_scaler()(loss_of(wrapped, 0), optimizer, clip_grad=0.5)
+    return str(raised.value)
+
+
+@pytest.mark.slow
+class TestTwoProcesses:
+    @EACH_LEVEL
+    @EACH_HALF
+    @pytest.mark.parametrize("network", [transformer, convolutions])
+    @pytest.mark.covering(1)
+    def test_two_ranks_stay_equal_and_train_as_one_process_does(self, level, half, network, two: Workers):
+        (losses, found), (_, others) = two.run(train_as_rank, level, half, network)
+        assert_same_state(found, others)
+        if network is convolutions:  # whose batch norm sees half a batch on each rank
+            return
+        model, optimizer = make(level, half, network, opt="sgd")
+        for step in range(4):
+            optimizer.zero_grad()
+            new_scaler()(loss_of(model, step, 64), optimizer, clip_grad=0.5)
+        torch.testing.assert_close(found, weights(model), rtol=0.02, atol=2e-3)
+        assert losses
+
+    @EACH_LEVEL
+    def test_a_step_of_gradients_that_are_not_reduced_raises(self, level, two: Workers):
+        for message in two.run(step_without_reduction, level):
+            assert "no_sync" in message
