@@ -88,7 +88,7 @@ def digest(policy: Mapping[str, Any]) -> str:
     The form is JSON of the settings and of the names and decisions of all rules. Sources, versions and overlays are not
     in it, so that it stays the same if a file is reordered or moved.
     """
-    pattern_paths = [path_of(name) for name, _, _ in policy["patterns"]]
+    pattern_paths = [Path.of(name) for name, _, _ in policy["patterns"]]
     form: dict[str, Any] = {
         "format": policy["format"],
         # A file format may turn 2.0 into 2.
@@ -100,15 +100,9 @@ def digest(policy: Mapping[str, Any]) -> str:
     form["rules"] = [
         [name, decision]
         for name, decision in form["rules"]
-        if decision != UNLISTED or is_covered(path_of(name), pattern_paths)
+        if decision != UNLISTED or is_covered(Path.of(name), pattern_paths)
     ]
     return hashlib.sha256(json.dumps(form, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def path_of(name: str) -> Path:
-    """Returns the path of a dotted name."""
-    namespace, _, last = name.rpartition(".")
-    return Path(namespace, last)
 
 
 def is_covered(path: Path, pattern_paths: Iterable[Path]) -> bool:
@@ -448,16 +442,16 @@ def _missing(policy: Mapping[str, Any], section: str, name: str) -> _Decided:
 
 def _by_pattern(rows: list[list[str]], name: str) -> _Decided:
     """Returns what patterns decide about a function, by its name; the last one that matches counts."""
-    path = path_of(name)
+    path = Path.of(name)
     for pattern, decision, source in reversed(rows):
-        if patterns.covers_by_name(path_of(pattern), path):
+        if patterns.covers_by_name(Path.of(pattern), path):
             return decision, source
     return UNLISTED, ""
 
 
 def _is_unloaded(name: str) -> bool:
     """Returns True if a function is in a module that is not imported yet; an import decorates it again."""
-    return find_owner_or(path_of(name.partition(".<locals>")[0]).namespace, MISSING) is None
+    return find_owner_or(Path.of(name.partition(".<locals>")[0]).namespace, MISSING) is None
 
 
 def _told(decided: _Decided) -> str:

@@ -98,7 +98,12 @@ class Adapter:
 
     @classmethod
     def choosing(cls, choose: Callable[[tuple[Any, ...], dict[str, Any]], Adapter], *among: Adapter) -> Adapter:
-        """Returns an adapter that chooses another one for each call, by the call's arguments or the thread's state."""
+        """Returns an adapter that chooses another one for each call, by the call's arguments or the thread's state.
+
+        Args:
+            choose: returns the adapter of a call.
+            among: those that it may return, if one of them has a `call`: a session asks for that before any call.
+        """
         call = next((each.call for each in among if each.call is not None), None)
         return cls(lambda args, kwargs: choose(args, kwargs).adapt(args, kwargs), call=call, choose=choose)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ampatch.errors import GradientOverflowError, OptionError, UsageError, did_you_mean
 from ampatch.native import kernels
 from ampatch.native.host_copy import read
+from ampatch.opt_levels import dtype_name
 
 logger = logging.getLogger("ampatch")
 
@@ -450,7 +451,7 @@ def non_finite_gradients(
     values = [kernels.values_of(grad.detach()) for _, grad in pairs]
     counts = read(torch.stack([each.isinf().sum(), each.isnan().sum()]) for each in values)
     return tuple(
-        NonFiniteGradient(name_of(parameter), tuple(grad.shape), str(grad.dtype).removeprefix("torch."), infs, nans)
+        NonFiniteGradient(name_of(parameter), tuple(grad.shape), dtype_name(grad.dtype), infs, nans)
         for (parameter, grad), (infs, nans) in zip(pairs, counts, strict=True)
         if infs or nans
     )
