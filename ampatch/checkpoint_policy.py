@@ -1,8 +1,7 @@
 """The effective policy: all that decides in which type a function computes, as plain data with a hash.
 
-`amp.state_dict(include_policy=True)` saves it, and `amp.load_state_dict` warns if a saved one differs. Owns its format,
-its canonical form, the checks of a saved one and the wording of the warning. Must never change a session or a loss
-scale, nor decide what a rule does.
+`amp.state_dict(include_policy=True)` saves it. Owns its format and its canonical form. Must never change a session or a
+loss scale, nor decide what a rule does.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ from ampatch.cast_lists.annotations import unlisting, user_entries
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, find_owner_or, function_key
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, typed_options
-from ampatch.errors import OptionError
 from ampatch.function_wrapper import unwrapped
 from ampatch.grouping import grouped
 from ampatch.half_types import HALF_DTYPES, HALVES
-from ampatch.ledger import MISSING
 from ampatch.opt_levels import dtype_name
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import decorated
@@ -48,7 +45,7 @@ BY_NAME, IN_ORDER = ("rules", "decorated"), ("patterns", "modules")
 SHIPPED = "shipped"
 
 #: What is decided about a function, such as "whitelist", and the file and line that say so.
-_Decided = tuple[str, str]
+Decided = tuple[str, str]
 
 
 def effective(session: Session) -> dict[str, Any]:
@@ -114,7 +111,7 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _rows(decided: Mapping[Any, _Decided]) -> list[list[str]]:
+def _rows(decided: Mapping[Any, Decided]) -> list[list[str]]:
     return sorted([str(name), *each] for name, each in decided.items())
 
 
@@ -155,7 +152,7 @@ def _names(kept: KeepFloat32) -> list[str]:
     return sorted({one if isinstance(one, str) else _full_name(one) for one in kept})
 
 
-def _rules(session: Session, pattern_paths: Sequence[Path]) -> dict[Path, _Decided]:
+def _rules(session: Session, pattern_paths: Sequence[Path]) -> dict[Path, Decided]:
     """Returns what is decided about each function that a list names, or that was registered."""
     if not session.settings.patches_any:
         return {}
@@ -164,7 +161,7 @@ def _rules(session: Session, pattern_paths: Sequence[Path]) -> dict[Path, _Decid
     named = {*lists.named, *before, *(path for path, _ in lists.rules)}
     named |= {path for changes in lists.waiting for (path, _), _ in changes if not patterns.is_pattern(path)}
     ids_shipped = {id(rule) for rule in before.values()}  # not equality: a user's file may have a shipped one's name
-    found: dict[Path, _Decided] = {}
+    found: dict[Path, Decided] = {}
     removed: list[Path] = []
     for path in named:
         waits = bool(lists.waiting) and find_owner_or(path.namespace) is None
@@ -183,7 +180,7 @@ def _rules(session: Session, pattern_paths: Sequence[Path]) -> dict[Path, _Decid
     return _under_shipped_names(found)
 
 
-def _under_shipped_names(found: dict[Path, _Decided]) -> dict[Path, _Decided]:
+def _under_shipped_names(found: dict[Path, Decided]) -> dict[Path, Decided]:
     """Leaves out further names of shipped functions, which the user's files or registrations may spell otherwise."""
     names = set(shipped().named)
     others = [path for path in found if path not in names]
@@ -208,7 +205,7 @@ def _by_text(session: Session, path: Path) -> Rule | None:
     return rule
 
 
-def _register(found: dict[Path, _Decided], registered: Sequence[Registration], half_dtype: torch.dtype) -> None:
+def _register(found: dict[Path, Decided], registered: Sequence[Registration], half_dtype: torch.dtype) -> None:
     """Puts registrations in place of the rules of their functions; the last registration of a function decides."""
     by_function = grouped((function_key(path), path) for path in found)
     for known in registered:
@@ -220,7 +217,7 @@ def _register(found: dict[Path, _Decided], registered: Sequence[Registration], h
         found.update(dict.fromkeys(paths, (_casting(known.treatment.value, known.dtype, half_dtype), "registered")))
 
 
-def _decorated(session: Session) -> dict[str, _Decided]:
+def _decorated(session: Session) -> dict[str, Decided]:
     if not session.settings.patches_functions:
         return {}
     half_dtype = session.settings.properties.half_dtype
@@ -238,7 +235,7 @@ def _casting(treatment: str, dtype: torch.dtype | None, half_dtype: torch.dtype)
     return treatment if dtype in (None, half_dtype) else f"{treatment} to {dtype_name(dtype)}"
 
 
-def _patterns(session: Session) -> list[tuple[Path, _Decided]]:
+def _patterns(session: Session) -> list[tuple[Path, Decided]]:
     """Returns what each pattern decides, in an order that depends only on the decisions."""
     if not session.settings.patches_any:
         return []
@@ -285,7 +282,7 @@ def _of_modules(session: Session) -> Iterator[list[str]]:
             yield [entry.name, "the session's rules", entry.source]
 
 
-def _in_order(waiting: list[tuple[Path, _Decided]]) -> list[tuple[Path, _Decided]]:
+def _in_order(waiting: list[tuple[Path, Decided]]) -> list[tuple[Path, Decided]]:
     """Sorts patterns by name as far as that changes nothing.
 
     Two patterns keep their order if they decide differently and may match the same function.
@@ -327,145 +324,3 @@ def _of_main(name: str) -> str:
 def _finite(value: float) -> float | str:
     """Returns a number, or the text "inf": JSON has no infinity."""
     return value if math.isfinite(value) else str(value)
-
-
-# Saved policies
-
-#: What is decided under a name that a section lacks; about a function without a rule of its own, patterns decide.
-_MISSING = {"patterns": ("no such pattern", ""), "modules": ("no such entry", ""), "decorated": ("not decorated", "")}
-
-# As many lines as fit on a screen. The checkpoint has all rules.
-_MOST_TOLD = 12
-
-
-#: True if no edit of the user's takes part, as another ampatch or torch has other rules. Then a line: a name, what was
-#: saved, an arrow, and what is live, each side with its file and line, or "shipped".
-_Difference = tuple[bool, str]
-
-
-def _check(saved: object) -> None:
-    """Checks that a saved policy is what `effective` returned.
-
-    Raises:
-        OptionError: it is not.
-    """
-    if not isinstance(saved, Mapping):
-        raise _fault(f"found {_shown(saved)}; expected a dict.")
-    number = saved.get("format")
-    if not isinstance(number, int) or number != FORMAT:  # a tensor compares by element
-        raise _fault(f"its format is {_shown(number)}; expected {FORMAT}.")
-    if not isinstance(saved.get("versions"), Mapping):
-        raise _fault(f"its versions are {_shown(saved.get('versions'))}; expected a dict.")
-    try:
-        found = digest(saved)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise _fault(f"it cannot be read ({type(error).__name__}: {error}).") from None
-    if saved.get("sha256") != found:
-        raise _fault(f"its sha256 is {_shown(saved.get('sha256'))}; its settings and rules have {found!r}.")
-
-
-def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each difference of two policies, saved -> present."""
-    return [line for _, line in sorted(_differences(saved, present), key=itemgetter(0))]
-
-
-def warnings(saved: Any, present: Mapping[str, Any]) -> list[str]:
-    """Returns what to warn of if a saved policy differs from the live session's: one text, or none.
-
-    Raises:
-        OptionError: the saved policy is not what `effective` returned.
-    """
-    _check(saved)
-    found = sorted(_differences(saved, present), key=itemgetter(0))
-    if not found:
-        return []
-    versions = [
-        f"{name} {saved['versions'].get(name)} (here: {now})"
-        for name, now in present["versions"].items()
-        if now != saved["versions"].get(name)
-    ]
-    by = f", by {' and '.join(versions)}" if versions else ""
-    number = "1 difference" if len(found) == 1 else f"{len(found)} differences"
-    more = len(found) - _MOST_TOLD
-    remedy = (
-        f"To train under the saved policy, give amp.initialize the former arguments: state_dict[{KEY!r}] has them "
-        "under 'settings', and the text of its cast lists under 'overlays'."
-    )
-    lines = [
-        f"this state was saved under another policy{by}, and this run keeps its own. {number}, saved -> here:",
-        *(f"  {line}" for _, line in found[:_MOST_TOLD]),
-        *([f"  and {more} more"] if more > 0 else []),
-        remedy,
-    ]
-    return ["\n".join(lines)]
-
-
-def _differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[_Difference]:
-    """Yields the differences of two policies: of the settings, then of the rules."""
-    then, now = dict(saved["settings"]), dict(present["settings"])
-    for name, value in then.items():
-        # A setting that one side lacks has no effect there, because of another setting that differs.
-        if name in now and value != now[name]:
-            yield False, f"{name}: {value!r} -> {now[name]!r}"
-    # No half type: the side patches no function at all.
-    reach = [(side.get("patch_torch_functions"), side.get("half_dtype") is None) for side in (then, now)]
-    if reach[0] != reach[1]:
-        return  # each rule would differ, as a level applies all of the lists, a few rules, or none
-    for section in (*IN_ORDER, *BY_NAME):
-        yield from _differing(saved, present, section)
-
-
-def _by_name(rows: list[list[str]]) -> dict[str, _Decided]:
-    return {name: (decision, source) for name, decision, source in rows}
-
-
-def _differing(saved: Mapping[str, Any], present: Mapping[str, Any], section: str) -> Iterator[_Difference]:
-    """Yields the differences of two policies in one section."""
-    then, now = _by_name(saved[section]), _by_name(present[section])
-    for name in sorted({**then, **now}):
-        if section == "decorated" and name not in now and _is_unloaded(name):
-            continue
-        before, after = (
-            then.get(name) or _missing(saved, section, name),
-            now.get(name) or _missing(present, section, name),
-        )
-        if before[0] != after[0]:
-            yield {before[1], after[1]} <= {SHIPPED, ""}, f"{name}: {_told(before)} -> {_told(after)}"
-    was, is_now = [name for name in then if name in now], [name for name in now if name in then]
-    if section in IN_ORDER and was != is_now:
-        yield False, f"the order of {section}, of which the last decides: {', '.join(was)} -> {', '.join(is_now)}"
-
-
-def _missing(policy: Mapping[str, Any], section: str, name: str) -> _Decided:
-    return _by_pattern(policy["patterns"], name) if section == "rules" else _MISSING[section]
-
-
-def _by_pattern(rows: list[list[str]], name: str) -> _Decided:
-    """Returns what patterns decide about a function, by its name; the last one that matches counts."""
-    path = Path.of(name)
-    for pattern, decision, source in reversed(rows):
-        if patterns.covers_by_name(Path.of(pattern), path):
-            return decision, source
-    return UNLISTED, ""
-
-
-def _is_unloaded(name: str) -> bool:
-    """Returns True if a function is in a module that is not imported yet; an import decorates it again."""
-    return find_owner_or(Path.of(name.partition(".<locals>")[0]).namespace, MISSING) is None
-
-
-def _told(decided: _Decided) -> str:
-    decision, source = decided
-    return f"{decision} ({source})" if source else decision
-
-
-def _fault(what: str) -> OptionError:
-    return OptionError(
-        f"the policy in the state dict is damaged, or from an ampatch that writes it otherwise: {what} Nothing was "
-        f"loaded. To load the loss scales alone, type state_dict.pop({KEY!r}) first."
-    )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

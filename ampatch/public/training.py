@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ampatch import checkpoint_policy, opt_levels
+from ampatch import checkpoint_policy, opt_levels, saved_policy
 from ampatch.distributed import Ranks
 from ampatch.errors import OptionError
 from ampatch.native.host_copy import stacked
@@ -301,6 +301,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     live = runtime.required("amp.load_state_dict")
     warnings: list[str] = []
     if isinstance(state_dict, Mapping) and checkpoint_policy.KEY in state_dict:
-        warnings = checkpoint_policy.warnings(state_dict[checkpoint_policy.KEY], checkpoint_policy.effective(live))
+        warnings = saved_policy.warnings(state_dict[checkpoint_policy.KEY], checkpoint_policy.effective(live))
         state_dict = {key: value for key, value in state_dict.items() if key != checkpoint_policy.KEY}
     load_states(live.losses.all_scalers(), state_dict, logs=live.losses.verbose, warnings=warnings)

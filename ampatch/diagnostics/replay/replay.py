@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch import nn
 
-from ampatch import checkpoint_policy
+from ampatch import checkpoint_policy, saved_policy
 from ampatch.cast_lists.lists import shipped
 from ampatch.diagnostics.overflow import step_file
 from ampatch.diagnostics.overflow.forwards import stand_in
@@ -115,7 +115,7 @@ class _Run:
             noted = step_file.loaded(self._saved, models, as_saved=is_recorded, by_call=by_call)
             if is_recorded:
                 self.notes |= dict.fromkeys([_LOST] * any(each.has_lost_gradients for each in noted))
-                told = checkpoint_policy.differences(self._saved["policy"], checkpoint_policy.effective(session))
+                told = saved_policy.differences(self._saved["policy"], checkpoint_policy.effective(session))
                 self.notes |= dict.fromkeys(f"the policy differs from that of the run: {each}" for each in told)
             yield OverflowTracer(session), noted
 
