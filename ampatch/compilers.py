@@ -36,7 +36,7 @@ _TRACED = {
     "torch_private tracing",
     "casting": "write_back nested rounding",
     "cast_lists": "paths signatures",
-    "interfaces": "inference_copy",
+    "interfaces": "copied_weights inference_copy",
     "public": "casts setting_up training",
     "patching": "adapters adopted_forward adopted_model autocast_checks beside_half_weights cast_labels casting_mode "
     "emulation fused_linear module_rules replaced_forward scaled_products thread_rules weight_cache wrappers",

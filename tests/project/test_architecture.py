@@ -108,7 +108,6 @@ MOST_METHODS, MOST_IMPORTS = 20, 15
 MODULES_WITH_MANY_IMPORTS = {
     "ampatch.integrations.trainer_session": 17,
     "ampatch.interfaces.grad_scaler": 16,
-    "ampatch.interfaces.inference_copy": 25,
     "ampatch.parts.casts": 26,
     "ampatch.patching.function_patches": 18,
     "ampatch.scaling.optimizer_step": 19,

@@ -545,7 +545,7 @@ def _padded(size: int) -> int:
 
 
 _MODELS_HOOKS = frozenset(
-    {"ampatch.patching.adopted_model", "ampatch.patching.cast_labels", "ampatch.interfaces.inference_copy"}
+    {"ampatch.patching.adopted_model", "ampatch.patching.cast_labels", "ampatch.interfaces.copied_weights"}
 )
 
 
