@@ -29,7 +29,7 @@ from ampatch.patching.adopted_model import Hooks
 from ampatch.patching.function_patches import Registration
 from ampatch.patching.wrappers import explain, without_casts
 from ampatch.replaced_sessions import Replaced
-from ampatch.scaling.optimizer_step import OptimizerLike
+from ampatch.scaling.users_optimizer import OptimizerLike
 from ampatch.session import Session
 from ampatch.settings import Settings
 

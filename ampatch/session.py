@@ -23,7 +23,7 @@ from ampatch.parts.ddp_and_fsdp import Wrappers
 from ampatch.parts.gradients import Gradients
 from ampatch.parts.losses import Losses
 from ampatch.parts.masters import Masters
-from ampatch.parts.optimizer_warnings import warn_of_frozen
+from ampatch.parts.optimizer_warnings import warn_of_bad_training
 from ampatch.parts.part import Part, Shared
 from ampatch.parts.state_dicts import StateDicts
 from ampatch.parts.weights import Weights
@@ -33,8 +33,8 @@ from ampatch.patching.adopted_model import Hooks
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.function_patches import Registration
 from ampatch.patching.weight_cache import WeightCache
-from ampatch.scaling.optimizer_step import OptimizerLike
 from ampatch.scaling.overflows import Tracer
+from ampatch.scaling.users_optimizer import OptimizerLike
 from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import Switch
 from ampatch.torch_private.optimizers import WRAPPED_BY_SCHEDULER
@@ -131,7 +131,7 @@ class Session:
                 self.losses.begin_scales(optimizers)
                 for optimizer in optimizers:
                     self.losses.adopt_optimizer(optimizer)
-                warn_of_frozen(optimizers, self.adopted)
+                warn_of_bad_training(optimizers, self.adopted, self.settings)
             except BaseException:
                 self.ledger.undo(since=mark)
                 for forget in undo:

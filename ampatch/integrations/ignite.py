@@ -23,7 +23,7 @@ from ampatch.integrations.trainer_session import uninterrupted
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import as_flag, check_count, check_flag, check_names
 from ampatch.runtime import runtime
-from ampatch.scaling.optimizer_step import check_optimizer
+from ampatch.scaling.users_optimizer import check_optimizer
 from ampatch.session import Session
 from ampatch.weights.copies import Full
 

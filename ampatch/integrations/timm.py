@@ -18,7 +18,7 @@ from ampatch.half_types import needs_scale
 from ampatch.integrations import versions
 from ampatch.opt_levels import as_flag, check_limit, hint
 from ampatch.runtime import runtime
-from ampatch.scaling.optimizer_step import check_optimizer
+from ampatch.scaling.users_optimizer import check_optimizer
 from ampatch.session import Session
 
 versions.need("ampatch.integrations.timm", "timm", "timm", (1, 0))

@@ -33,7 +33,6 @@ from ampatch.native.host_copy import on_device
 from ampatch.runtime import runtime
 from ampatch.scaling import overflows, scale_use, step_observers
 from ampatch.scaling.loss_scaler import NO_FLOOR, LossScaler, ScaleState, make_policy, next_state, read_states
-from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.scaling.overflows import (
     OnOverflow,
     Overflow,
@@ -43,6 +42,7 @@ from ampatch.scaling.overflows import (
     check_on_overflow,
 )
 from ampatch.scaling.step_gate import ClosureGate, end_skipped, skipping_by_itself
+from ampatch.scaling.users_optimizer import OptimizerLike, check_optimizer
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
 

@@ -23,8 +23,8 @@ from ampatch.interfaces.own_masters import MASTER, StateMasters, StepMasters
 from ampatch.native import kernels
 from ampatch.opt_levels import TEMPORARY, check_dtype, state_type
 from ampatch.runtime import runtime
-from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.scaling.step_gate import skipping_by_itself
+from ampatch.scaling.users_optimizer import OptimizerLike, check_optimizer
 from ampatch.scaling.widened_gradients import WidenedGradient
 from ampatch.switch import WithoutCasts
 from ampatch.torch_private import optimizers

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ampatch.errors import OptionError, UsageError
 from ampatch.half_types import HALVES
 from ampatch.native import kernels
-from ampatch.scaling.optimizer_step import has_own_step, hooks_of
+from ampatch.scaling.users_optimizer import has_own_step, hooks_of
 from ampatch.switch import WithoutCasts
 from ampatch.torch_private import foreach
 from ampatch.weights import optimizer_state

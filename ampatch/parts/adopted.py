@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampatch.errors import UsageError
-from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike, check_optimizer
+from ampatch.scaling.optimizer_step import AdoptedOptimizer
+from ampatch.scaling.users_optimizer import OptimizerLike, check_optimizer
 
 _MOST_WRAPPERS = 8  # of nested optimizers; a limit, since they could form a ring
 

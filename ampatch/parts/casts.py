@@ -37,7 +37,7 @@ from ampatch.patching.adopted_forward import Regions
 from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.fused_linear import LinearCalls
 from ampatch.patching.module_rules import give_rules, tokens_of
-from ampatch.scaling.optimizer_step import OptimizerLike
+from ampatch.scaling.users_optimizer import OptimizerLike
 from ampatch.switch import is_in_half
 from ampatch.torch_private.compilers import has_compiled
 from ampatch.weights import conversion_plan

@@ -16,7 +16,8 @@ from ampatch.parts.masters import Masters
 from ampatch.parts.part import Part, Shared, with_casts_off
 from ampatch.scaling import clipping
 from ampatch.scaling.loss_scaler import LossScaler
-from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike
+from ampatch.scaling.optimizer_step import AdoptedOptimizer
+from ampatch.scaling.users_optimizer import OptimizerLike
 from ampatch.torch_private.optimizers import UNSCALE_GRADS
 
 

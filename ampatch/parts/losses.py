@@ -17,18 +17,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ampatch.errors import OptionError, UsageError
 from ampatch.parts.casts import Casts
 from ampatch.parts.masters import Masters
-from ampatch.parts.optimizer_warnings import warn_of_half_updates
 from ampatch.parts.part import Part, Shared
 from ampatch.parts.weights import Weights
 from ampatch.scaling import unscaled_losses
 from ampatch.scaling.kept_buffers import KeptBuffers
 from ampatch.scaling.loss_scaler import LossScaler, has_reacted, read_states
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
-from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
+from ampatch.scaling.optimizer_step import AdoptedOptimizer
 from ampatch.scaling.overflows import OverflowHandler, SkippedSteps
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 from ampatch.scaling.scaled_leaves import ScaledLeaves
 from ampatch.scaling.unadopted_optimizers import UnadoptedOptimizers
+from ampatch.scaling.users_optimizer import OptimizerLike, check_not_stepping, check_optimizer
 
 
 class Losses(Part):
@@ -172,8 +172,6 @@ class Losses(Part):
                 f"the step of this {type(optimizer).__name__} cannot be replaced on the object ({error}); expected an "
                 "optimizer that keeps its own attributes. Hand in the optimizer inside it, if there is one."
             ) from error
-        if settings.properties.cast_model_type is None and not settings.steps_in_float32:
-            warn_of_half_updates(optimizer, adopted, settings.properties.opt_level)
         adopted.by_id[id(optimizer)] = record
         self._skips.append(record.outcomes.skips)
         finalizer = weakref.finalize(optimizer, adopted.forget_optimizer, id(optimizer))

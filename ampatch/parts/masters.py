@@ -22,7 +22,7 @@ from ampatch.parts.optimizer_warnings import warn_of_half_data
 from ampatch.parts.part import Part, Shared, with_casts_off
 from ampatch.parts.weights import Weights
 from ampatch.patching import cuda_graphs
-from ampatch.scaling.optimizer_step import OptimizerLike
+from ampatch.scaling.users_optimizer import OptimizerLike
 from ampatch.weights import copies, optimizer_state, untracked_writes
 from ampatch.weights.master_weights import MasterWeights
 from ampatch.weights.replaced_parameters import ReplacedParameters

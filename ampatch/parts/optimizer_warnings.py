@@ -5,7 +5,7 @@ Must change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -13,11 +13,20 @@ from torch import nn
 from ampatch.errors import warn
 from ampatch.half_types import HALVES
 from ampatch.parts.adopted import Adopted
-from ampatch.scaling.optimizer_step import OptimizerLike
+from ampatch.scaling.users_optimizer import OptimizerLike
+from ampatch.settings import Settings
 from ampatch.weights.optimizer_state import parameters_of
 
 
-def warn_of_half_updates(optimizer: OptimizerLike, adopted: Adopted, opt_level: str) -> None:
+def warn_of_bad_training(optimizers: Collection[OptimizerLike], adopted: Adopted, settings: Settings) -> None:
+    """Warns of newly adopted optimizers that would train badly, or nothing."""
+    if settings.properties.cast_model_type is None and not settings.steps_in_float32:
+        for optimizer in optimizers:
+            _warn_of_half_updates(optimizer, adopted, settings.properties.opt_level)
+    _warn_of_frozen(optimizers, adopted)
+
+
+def _warn_of_half_updates(optimizer: OptimizerLike, adopted: Adopted, opt_level: str) -> None:
     """Warns if an optimizer updates half weights, at a level that leaves weights as they are."""
     halves = (each for each in parameters_of(optimizer) if each.dtype in HALVES and each.requires_grad)
     parameter = next(halves, None)
@@ -66,7 +75,7 @@ def _eps_lost_in(dtype: torch.dtype, optimizer: OptimizerLike) -> float | None:
     return next((eps for eps in given if eps and not torch.tensor(eps, dtype=dtype, device="cpu")), None)
 
 
-def warn_of_frozen(optimizers: Iterable[OptimizerLike], adopted: Adopted) -> None:
+def _warn_of_frozen(optimizers: Collection[OptimizerLike], adopted: Adopted) -> None:
     """Warns of optimizers that have frozen parameters only, if no optimizer has those that are to be trained."""
     updated = {id(each) for record in adopted.records for each in record.gradients.updated.model_parameters()}
     trained = [each for model in adopted.models for each in model.parameters() if each.requires_grad]

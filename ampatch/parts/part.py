@@ -18,7 +18,7 @@ from ampatch.ledger import PatchLedger
 from ampatch.parts.adopted import Adopted
 from ampatch.patching.adopted_model import Hooks
 from ampatch.patching.weight_cache import WeightCache
-from ampatch.scaling.optimizer_step import OptimizerLike
+from ampatch.scaling.users_optimizer import OptimizerLike
 from ampatch.settings import Settings
 from ampatch.switch import Switch
 

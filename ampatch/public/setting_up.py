@@ -21,8 +21,8 @@ from ampatch.public import arguments
 from ampatch.public.arguments import checks_names
 from ampatch.runtime import close_session, difference, open_session, replace_session, runtime, turn_off
 from ampatch.scaling.loss_scaler import make_policy
-from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.scaling.overflows import OnOverflow, check_on_overflow, name_of_choice, with_requested_trace
+from ampatch.scaling.users_optimizer import check_optimizer
 from ampatch.session import Session
 from ampatch.settings import LiveSettings, Settings, kept_names
 from ampatch.weights import conversion_plan

@@ -17,7 +17,7 @@ from ampatch.opt_levels import as_flag
 from ampatch.runtime import runtime
 from ampatch.scaling.clipping import clip_unscaled
 from ampatch.scaling.loss_scaler import load_states
-from ampatch.scaling.optimizer_step import check_optimizer
+from ampatch.scaling.users_optimizer import check_optimizer
 from ampatch.weights.optimizer_state import gradients_of, parameters_of
 
 _L = TypeVar("_L")

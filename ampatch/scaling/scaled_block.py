@@ -19,20 +19,19 @@ from torch.utils.hooks import RemovableHandle
 from ampatch.casting.nested import tensors_in
 from ampatch.distributed import Ranks, ReplicasInBlock
 from ampatch.errors import UsageError, warn
-from ampatch.native import kernels
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling.bystanders import Bystander, reached
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
-from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike
+from ampatch.scaling.optimizer_step import AdoptedOptimizer
 from ampatch.scaling.overflows import OverflowHandler
 from ampatch.scaling.scale_use import ScaleUse, is_scaled
 from ampatch.scaling.scaled_leaves import ScaledLeaves
-from ampatch.scaling.unscaling import Unscaling, without_masters
+from ampatch.scaling.unscaling import Unscaling
+from ampatch.scaling.users_optimizer import OptimizerLike
 from ampatch.switch import Switch
 from ampatch.torch_private.autograd import SAVED_OTHER
 from ampatch.weights.master_gradients import MasterGradients
-from ampatch.weights.optimizer_state import has_gradients
 
 _L = TypeVar("_L")
 
@@ -377,13 +376,7 @@ class ScaledBlock(Generic[_L]):
         try:
             for each in unscaled:
                 each.masters.make_missing()
-            concerned = [] if self.scale_use.is_one else unscaled
-            found = [each for each in concerned if has_gradients(each.updated.parameters())]
-            for each in found:
-                each.make_float32(but=scaled)
-            if found:
-                # By the snapshot: gradients with a graph remember the factor, and the scaler's own tensor changes.
-                kernels.multiply_(without_masters(found, but=scaled), self.scale_use.scale)
+            self._unscaling.scale_existing(unscaled, but=scaled)
             for each in self._gradients:
                 if each.scaled_by is not None:
                     each.masters.gradients.note_cleared()
@@ -458,7 +451,7 @@ class ScaledBlock(Generic[_L]):
             for each in self._gradients
             for parameter in (
                 # Half gradients that wait for the backward pass are taken as the user leaves them, unscaled.
-                each.masters.parameters_without_master(each.updated.parameters())
+                each.masters.parameters_without_master(each.updated.model_parameters())
                 if self._waiting is not None and each.masters.gradients in self._waiting.gradients
                 else each.updated.model_parameters()
             )

@@ -19,7 +19,8 @@ from ampatch.half_types import HALVES
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.missing_scale import NO_SCALE, SCALED_BACKWARD, is_judged
-from ampatch.scaling.optimizer_step import OWN_HOOK, AdoptedOptimizer
+from ampatch.scaling.optimizer_step import AdoptedOptimizer
+from ampatch.scaling.users_optimizer import OWN_HOOK
 from ampatch.switch import Switch
 from ampatch.weights.optimizer_state import parameters_of
 

@@ -1,4 +1,4 @@
-"""The end of one use of a loss scale: unscales the gradients, and finds overflows on all ranks.
+"""The gradients of one use of a loss scale: scales those that exist, unscales all, and finds overflows on all ranks.
 
 Must not know where the backward pass began or ended: a block calls it, and so do clipping and ``amp.unscale_``.
 """
@@ -15,7 +15,7 @@ from ampatch.scaling import step_observers
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.scale_use import ScaleUse
 from ampatch.tracing import is_capturing
-from ampatch.weights.optimizer_state import gradients_of
+from ampatch.weights.optimizer_state import gradients_of, has_gradients
 
 
 class Unscaling:
@@ -31,6 +31,21 @@ class Unscaling:
         self.scale_use = scale_use
         self.gradients = gradients
         self._ranks = ranks
+
+    def scale_existing(self, gradients: Sequence[OptimizerGradients], but: Collection[int]) -> None:
+        """Scales the gradients that a backward pass is going to add to; does nothing at a scale of 1.
+
+        Args:
+            gradients: those that are not scaled yet, by optimizer.
+            but: ids of parameters whose gradients are scaled.
+        """
+        concerned = () if self.scale_use.is_one else gradients
+        found = [each for each in concerned if has_gradients(each.updated.parameters())]
+        for each in found:
+            each.make_float32(but=but)
+        if found:
+            # By the snapshot: gradients with a graph remember the factor, and the scaler's own tensor changes.
+            kernels.multiply_(without_masters(found, but=but), self.scale_use.scale)
 
     def run(self) -> None:
         """Unscales, and finds overflows."""
@@ -106,12 +121,12 @@ def without_masters(gradients: Sequence[OptimizerGradients], but: Collection[int
         but: ids of parameters to leave out.
     """
     if len(gradients) == 1 and not but and not gradients[0].masters.wanted:
-        return gradients_of(gradients[0].updated.parameters())
+        return gradients_of(gradients[0].updated.model_parameters())
     return gradients_of(
         [
             parameter
             for each in gradients
-            for parameter in each.masters.parameters_without_master(each.updated.parameters())
+            for parameter in each.masters.parameters_without_master(each.updated.model_parameters())
             if id(parameter) not in but
         ]
     )

@@ -130,8 +130,8 @@ class MasterWeights(ExchangedMasters):
         return len(given) == len(self._known) and all(map(operator.is_, given, self._known.values()))
 
     def parameters_without_master(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Returns the optimizer's parameters that are not masters."""
-        return [parameter for parameter in parameters if id(parameter) not in self._parameters]
+        """Returns those of the optimizer's parameters that have no master."""
+        return [updated for updated in self.masters_of(parameters) if id(updated) not in self._parameters]
 
     # Weights
 

@@ -22,9 +22,9 @@ from ampatch.native import kernels
 from ampatch.opt_levels import check_names
 from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import make_policy
-from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
 from ampatch.scaling.step_gate import ClosureGate, check_floor, end_skipped
+from ampatch.scaling.users_optimizer import check_optimizer
 from ampatch.weights import optimizer_state
 from ampatch.weights.exchange import exchanged, unzipped
 from ampatch.weights.optimizer_state import of_the_wrapped

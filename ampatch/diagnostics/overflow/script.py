@@ -27,8 +27,8 @@ from ampatch.patching.adopted_model import WRAPPERS
 from ampatch.runtime import runtime
 from ampatch.scaling import overflows, step_observers
 from ampatch.scaling.loss_scaler import NO_FLOOR, make_policy
-from ampatch.scaling.optimizer_step import OWN_HOOK
 from ampatch.scaling.overflows import Overflow
+from ampatch.scaling.users_optimizer import OWN_HOOK
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
 

@@ -32,8 +32,8 @@ from ampatch.diagnostics.recorder.records import WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
-from ampatch.scaling.optimizer_step import OWN_HOOK
 from ampatch.scaling.scale_use import has_scaled
+from ampatch.scaling.users_optimizer import OWN_HOOK
 from ampatch.switch import OFF
 from ampatch.torch_private.autograd import current_graph_task_id, sequence_number
 from ampatch.tracing import is_capturing, is_recording

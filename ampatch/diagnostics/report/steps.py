@@ -30,8 +30,8 @@ from ampatch.native.host_copy import on_device
 from ampatch.runtime import runtime
 from ampatch.scaling import step_observers
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
-from ampatch.scaling.optimizer_step import OWN_HOOK
 from ampatch.scaling.scale_use import ScaleUse
+from ampatch.scaling.users_optimizer import OWN_HOOK
 from ampatch.switch import WithoutCasts
 from ampatch.tracing import is_capturing
 from ampatch.weights.optimizer_state import parameters_of
