@@ -7,11 +7,12 @@ Must not touch the gradients of the optimizers that the block was handed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from torch import Tensor
 
 from ampatch import distributed
+from ampatch.casting.nested import tensors_in
 from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.native import kernels
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
@@ -20,21 +21,21 @@ from ampatch.scaling.unscaling import Unscaling, without_masters
 from ampatch.weights.untracked_writes import is_since, moment_of
 
 
-def reached(others: Iterable[OptimizerGradients], losses: Sequence[Tensor]) -> list[OptimizerGradients]:
-    """Returns those among other optimizers that losses lead to, and that have gradients which no step has used.
+def reached(others: Iterable[OptimizerGradients], loss: object) -> list[OptimizerGradients]:
+    """Returns those among other optimizers that a loss leads to, and that have gradients which no step has used.
 
     The block has to take them in: scaled gradients are about to be added to theirs.
 
     Args:
         others: gradients of optimizers that the block was not handed.
-        losses: the losses.
+        loss: a loss, or nested lists, tuples and dicts of losses.
     """
     concerned = [
         each for each in others if each.scaled_by is None and each.verdicts.pending and each.updated.have_gradients()
     ]
     if not concerned or (distributed.has_other_ranks() and concerned[0].ranks.has_wrappers):
         return []  # other ranks, whose losses may lead elsewhere, have to take in the same
-    leaves = leaves_among(nodes_of(loss.grad_fn for loss in losses if loss.grad_fn is not None))
+    leaves = leaves_among(nodes_of(each.grad_fn for each in tensors_in(loss) if each.grad_fn is not None))
     return [each for each in concerned if any(id(own) in leaves for own in each.updated.model_parameters())]
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from ampatch.casting.nested import tensors_in
 from ampatch.distributed import Ranks, ReplicasInBlock
 from ampatch.errors import UsageError, warn
 from ampatch.patching.weight_cache import WeightCache
@@ -295,7 +294,7 @@ class ScaledBlock(Generic[_L]):
         # What other threads, and blocks around this one, do with their gradients is their own.
         others = [each for each in self._blocks.gradients() if not each.is_in_block and each.is_of_this_thread]
         others = [each for each in others if each not in self._gradients]
-        taken = reached(others, list(tensors_in(loss)))
+        taken = reached(others, loss)
         self._gradients += taken
         return [each for each in others if each not in taken]
 

@@ -111,7 +111,6 @@ MODULES_WITH_MANY_IMPORTS = {
     "ampatch.parts.casts": 26,
     "ampatch.patching.function_patches": 18,
     "ampatch.scaling.optimizer_step": 19,
-    "ampatch.scaling.scaled_block": 16,
     "ampatch.session": 25,
 }
 #: Which use everything, and are used by nothing.
