@@ -191,9 +191,11 @@ def plan(
     for path, tensor, wanted in _types(model, dtype, kept, cast_buffers):
         _, other = found.setdefault(id(tensor), (tensor, wanted))
         if other is not wanted:
+            both = [names[id(tensor)], path]
             raise OptionError(
-                f"{names[id(tensor)]!r} and {path!r} are one tensor, and keep_fp32 keeps only one of the two in "
-                "float32. Give keep_fp32 the modules of both, or of none."
+                f"{both[0]!r} and {path!r} are one tensor, and {'float32_outputs' if float32_outputs else 'keep_fp32'} "
+                "keeps only one of the two in float32. To keep both, give keep_fp32 their modules, "
+                f"{[each.rpartition('.')[0] for each in both]!r}; otherwise name neither."
             )
         names.setdefault(id(tensor), path)
     converted = {key: (tensor, wanted) for key, (tensor, wanted) in found.items() if tensor.dtype in CASTABLE}
