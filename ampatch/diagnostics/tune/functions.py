@@ -35,10 +35,11 @@ _HARMLESS = (
     *("compares", "exact", "views", "makes", "converts", "fixed_type", "integers", "reads", "bookkeeping"),
     *("removed", "symbols", "settings", "quantized", "draws"),
 )
-#: Rules that a cast list cannot change.
+#: Why a cast list cannot move a function: by the rule that decides about it, or for what it does.
 _FIXED = {
     "decorated": "an amp decorator fixes its type",
     "registered": "it was registered, and a registration takes precedence over cast lists",
+    "in place": "a blacklisted in-place function raises on half tensors",
 }
 
 
@@ -117,13 +118,16 @@ class TrainingRecorder(CallRecorder):
                 notes += self._held_by_parts(path)
             if rule in ("blacklist", "banned") or not _meets_half(of_function, rule):
                 continue
-            reason = _FIXED.get(str(rule)) or self._unmovable(path, function)
-            if reason:
-                notes.append(f"{path} stays as it is: {reason}.")
-            elif reason is None:
-                unit = next((known for known in observed.rules if path in spelled(known)), path)
-                observed.rules[unit] = "whitelist" if observed.rules.get(unit) == "whitelist" else rule
-                observed.flops[unit] = observed.flops.get(unit, 0) + self._flops[function, True]
+            if rule not in _FIXED:
+                if not self._is_movable(path, function):
+                    continue
+                rule = "in place" if is_in_place(Path.of(path).name) else rule
+            if rule in _FIXED:
+                notes.append(f"{path} stays as it is: {_FIXED[rule]}.")
+                continue
+            unit = next((known for known in observed.rules if path in spelled(known)), path)
+            observed.rules[unit] = "whitelist" if observed.rules.get(unit) == "whitelist" else rule
+            observed.flops[unit] = observed.flops.get(unit, 0) + self._flops[function, True]
         return observed
 
     def _held_by_parts(self, name: str) -> Iterator[str]:
@@ -140,17 +144,12 @@ class TrainingRecorder(CallRecorder):
                     "that entry come before those of the list that is searched. Change it there to try it in float32."
                 )
 
-    def _unmovable(self, name: str, function: Any) -> str | None:
-        """Returns why a cast list cannot move a function to float32; "" if there is no reason to; None if it can."""
+    def _is_movable(self, name: str, function: Any) -> bool:
+        """Returns True if a cast list can name a function, and it does not do the same in half as in float32."""
         path = Path.of(name)
-        if find_or(path) is not function:
-            return ""
         reason = reason_of(path)
-        if reason is not None and reason.name in _HARMLESS:
-            return ""
-        if is_in_place(path.name):
-            return "a blacklisted in-place function raises on half tensors"
-        return "" if self._blacklisting(name) is None else None
+        is_harmless = reason is not None and reason.name in _HARMLESS
+        return find_or(path) is function and not is_harmless and self._blacklisting(name) is not None
 
     def _blacklisting(self, name: str) -> CastLists | None:
         """Returns the lists with a function on the blacklist; None if none can be there, such as a property."""
