@@ -121,9 +121,9 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns plain data with inf and NaN as text, which JSON has no numbers for."""
+    """Returns plain data with inf and NaN as text, which JSON has no numbers for, and sets as sorted lists."""
     if isinstance(value, dict):
         return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+    if isinstance(value, (list, tuple, frozenset)):
+        return [plain(each) for each in (sorted(value) if isinstance(value, frozenset) else value)]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

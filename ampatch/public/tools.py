@@ -359,6 +359,7 @@ def tune(
         Exception: what ``train`` or ``evaluate`` raises in float32, with a note that says so.
     """
     from ampatch.diagnostics.tune import tuning
+    from ampatch.diagnostics.tune.runs import Runs
     from ampatch.diagnostics.tune.trainings import Training
 
     for name, given, does in (
@@ -378,14 +379,8 @@ def tune(
     several = isinstance(cast_lists, Sequence) and not isinstance(cast_lists, (str, bytes, os.PathLike))
     overlays: Any = cast_lists if several else () if cast_lists is None else (cast_lists,)
     lists = shipped().overlaid(overlays)
-    return tuning.tune(
-        Training(train, evaluate, options, tuple(overlays), lists, tuning.checked_seeds(seeds)),
-        tolerance=tolerance,
-        higher_is_better=higher_is_better,
-        budget=budget,
-        journal=journal,
-        progress=as_flag("progress", progress),
-    )
+    training = Training(train, evaluate, options, tuple(overlays), lists, tuning.checked_seeds(seeds))
+    return tuning.tune(Runs(training, journal, budget, as_flag("progress", progress)), tolerance, higher_is_better)
 
 
 def replay(

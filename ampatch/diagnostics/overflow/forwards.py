@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch.casting import nested
-from ampatch.diagnostics.random_state import RandomState
+from ampatch.diagnostics.process_state import RandomState
 from ampatch.diagnostics.recorder.callers import users_frame
 from ampatch.diagnostics.recorder.operands import versions_of
 from ampatch.diagnostics.recorder.recorder import paused

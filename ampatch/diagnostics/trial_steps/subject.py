@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ampatch.diagnostics.random_state import RandomState
+from ampatch.diagnostics.process_state import RandomState
 from ampatch.distributed import is_sharded
 from ampatch.errors import AmpError, AmpWarning, OptionError, UsageError
 from ampatch.opt_levels import dtype_name

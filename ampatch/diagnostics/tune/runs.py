@@ -1,7 +1,7 @@
-"""The runs of a search: keeps those that have finished in a journal, holds the budget, and prints a line for each.
+"""The runs of a search: each runs once if the budget allows, has a printed line, and stays in a journal.
 
 The journal is a JSON file, so that a search that was stopped resumes. Owns its format, and the check that it belongs to
-the same search. The file is whole at every moment. Must not run a training.
+the same search. The file is whole at every moment. Must not choose what to run.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from ampatch.diagnostics import json_files
 from ampatch.diagnostics.report.numbers import seconds_in_text
-from ampatch.diagnostics.tune.functions import Observed
 from ampatch.diagnostics.tune.search import Kept
+from ampatch.diagnostics.tune.trainings import Run, Training
 from ampatch.errors import OptionError
 
 FORMAT = "ampatch tune journal"
@@ -36,51 +35,18 @@ class BudgetEndedError(Exception):
     """Raised inside a search if the next run would not fit the budget. Never leaves `amp.tune`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One training that has finished. The journal has these fields.
-
-    Attributes:
-        float32: functions that ran in float32; None for a training without amp's casts (O0).
-        seed: its seed.
-        metric: what the user's ``evaluate`` returned; NaN if the training raised.
-        seconds: its time.
-        error: the exception, if it raised one.
-        half_dtype: the half type of its session; "" at O0.
-        observed: what it called; None if it was not watched.
-    """
-
-    float32: Kept | None
-    seed: int
-    metric: float
-    seconds: float
-    error: str = ""
-    half_dtype: str = ""
-    observed: Observed | None = None
-
-    @property
-    def failed(self) -> bool:
-        """True if the training raised, or its metric is not finite."""
-        return not math.isfinite(self.metric)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Run:
-        """Returns a run of a journal."""
-        kept = None if data["float32"] is None else frozenset(data["float32"])
-        observed = None if data["observed"] is None else Observed(**data["observed"])
-        return cls(**{**data, "float32": kept, "metric": float(data["metric"]), "observed": observed})
-
-
 class Runs:
     """The runs of a search.
 
     Args:
+        training: what to train.
         journal: the file of those that have finished; None keeps them in memory only.
-        about: what all runs of the file have in common, as text by its name in words.
         budget: how long this call may search, as the user gave it; runs from the journal cost nothing.
         is_shown: False prints nothing.
 
     Attributes:
+        training: what to train.
+        about: what all runs of the file have in common, as text by its name in words.
         resumed: number of runs that the journal had.
         seconds: the time of each run of this call.
         expected: how many more runs the search is likely to need.
@@ -89,53 +55,67 @@ class Runs:
         OptionError: the file is no journal, cannot be written, or is of another search; or the budget is none.
     """
 
-    def __init__(
-        self, journal: str | PathLike[str] | None, about: dict[str, str], budget: object, is_shown: bool
-    ) -> None:
+    def __init__(self, training: Training, journal: str | PathLike[str] | None, budget: object, is_shown: bool) -> None:
         self._most, seconds = _limits(budget)
         self._ends = time.monotonic() + seconds
-        self._about = about
+        self.training, self.about = training, training.about()
         self._path = None
         self._finished: dict[tuple[Kept | None, int], Run] = {}
         if journal is not None:
             self._path = json_files.checked_path(journal, (".json",), "Type journal='tune.json'.")
-            self._finished = {(run.float32, run.seed): run for run in _read(self._path, about)}
+            self._finished = {(run.float32, run.seed): run for run in _read(self._path, self.about)}
         self.resumed = len(self._finished)
         self.seconds: list[float] = []
         self.expected = 0
         self._is_shown = is_shown and sys.stderr is not None
 
-    def find(self, kept: Kept | None, seed: int, watched: bool) -> Run | None:
-        """Returns a run that has finished; None if there is none, or none that was watched if that is asked for."""
-        run = self._finished.get((kept, seed))
-        return None if run is None or (watched and run.observed is None and not run.failed) else run
+    @property
+    def half_dtype(self) -> str:
+        """The half type of the sessions; "" if all runs were in float32."""
+        return next((run.half_dtype for run in self._finished.values() if run.half_dtype), "")
 
-    def add(self, run: Run) -> None:
-        """Adds a run, and writes the journal."""
-        self._finished[run.float32, run.seed] = run
-        if self._path is not None:
-            runs = [json_files.plain(asdict(each)) for each in self._finished.values()]
-            data = {"format": FORMAT, "version": VERSION, "about": self._about, "runs": runs}
-            # Of these values, sets alone have no form in JSON.
-            text = json.dumps(data, indent=1, allow_nan=False, default=sorted)
-            json_files.write_text(text + "\n", self._path)
+    def run(self, kept: Kept | None, seed: int, what: str, *, watched: bool = False) -> Run:
+        """Returns the run that has finished, or runs once; what watching disturbs runs again without it.
 
-    def check_budget(self, watched: bool) -> None:
-        """Raises if another run does not fit: one that takes as long as the longest so far. Watched ones take longer.
+        Args:
+            kept: the functions in float32; None for a training without amp's casts (O0).
+            seed: the seed.
+            what: the trial in words.
+            watched: whether the run is to have observed what it called; one that fails is not repeated for that.
 
         Raises:
-            BudgetEndedError: all runs are spent, or the run would end after the time.
+            BudgetEndedError: another run does not fit.
         """
-        likely = max((run.seconds for run in self._finished.values() if watched or run.observed is None), default=0.0)
-        if len(self.seconds) >= self._most or likely >= self._seconds_left:
-            raise BudgetEndedError
+        known = self._finished.get((kept, seed))
+        if known is not None and (known.failed or known.observed is not None or not watched):
+            return known
+        made = self._ran(kept, seed, what, watched)
+        if known is None and made.observed is not None and made.observed.is_disturbed and not made.failed:
+            known = self._ran(kept, seed, what, watched=False)
+        run = made if known is None else replace(known, observed=made.observed)
+        self._finished[kept, seed] = run
+        if self._path is not None:
+            runs = [asdict(each) for each in self._finished.values()]
+            data = {"format": FORMAT, "version": VERSION, "about": self.about, "runs": runs}
+            json_files.write(json_files.plain(data), self._path)
+        return run
 
-    def count(self, run: Run, what: str) -> None:
-        """Counts a run of this call, and prints a line for it with the time left."""
+    def _ran(self, kept: Kept | None, seed: int, what: str, watched: bool) -> Run:
+        """Runs once if the budget allows, and prints a line for it with the time left.
+
+        A run fits if one that takes as long as the longest so far does. Watched ones take longer than others.
+        """
+        known = (run.seconds for run in self._finished.values() if watched or run.observed is None)
+        if len(self.seconds) >= self._most or max(known, default=0.0) >= self._seconds_left:
+            raise BudgetEndedError
+        run = self.training.run(kept, seed, watched=watched)
         self.seconds.append(run.seconds)
         self.expected = max(0, self.expected - 1)
-        if not self._is_shown:
-            return
+        if self._is_shown:
+            self._show(run, f"{what}, seed {seed}")
+        return run
+
+    def _show(self, run: Run, what: str) -> None:
         from tqdm import tqdm
 
         # The median: a run that is watched takes longer than others.

@@ -11,11 +11,9 @@ import gc
 import hashlib
 import inspect
 import math
-import random
-import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,18 +23,16 @@ import yaml
 from torch import Tensor, nn
 
 from ampatch.cast_lists.lists import CastLists
-from ampatch.diagnostics.random_state import RandomState
+from ampatch.diagnostics.process_state import ProcessState, seed_all
 from ampatch.diagnostics.trial_steps.subject import noting_warnings
-from ampatch.diagnostics.tune.functions import TrainingRecorder
+from ampatch.diagnostics.tune.functions import Observed, TrainingRecorder
 from ampatch.diagnostics.tune.result import blacklist
-from ampatch.diagnostics.tune.runs import Run
 from ampatch.diagnostics.tune.search import Kept
 from ampatch.distributed import has_other_ranks
 from ampatch.errors import CastListError, KernelError, OptionError, UsageError
 from ampatch.opt_levels import dtype_name
 from ampatch.runtime import runtime, turn_off
 from ampatch.session import Session
-from ampatch.torch_private.devices import current_device
 from ampatch.version import __version__
 
 #: Exceptions that say nothing about half: wrong calls of amp, and those of the machine.
@@ -45,42 +41,43 @@ _NOT_OF_HALF = (
     *(OSError, MemoryError, torch.OutOfMemoryError, ImportError),
 )
 
-#: What a training may change in torch and amp: how to read each setting, and how to write it.
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (current_device, torch.set_default_device),
-    (
-        torch.get_deterministic_debug_mode,
-        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
-    ),
-    *(
-        (partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name))
-        for name in ("deterministic", "benchmark", "allow_tf32")
-    ),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    (lambda: runtime.disabled, partial(setattr, runtime, "disabled")),
-)
-
 _NOTE_FLOAT32 = "ampatch: train or evaluate raised this in float32 (opt_level='O0'), before any cast list was tried."
 _NOTE = "ampatch: amp.tune stopped here. With journal='tune.json' a later call goes on after the last finished run."
 
 
-class ProcessState(RandomState):
-    """The random numbers and the settings of torch and amp at the time it was made."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training that has finished. The journal has these fields.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._settings = [(read, write, read()) for read, write in _SETTINGS]
+    Attributes:
+        float32: functions that ran in float32; None for a training without amp's casts (O0).
+        seed: its seed.
+        metric: what the user's ``evaluate`` returned; NaN if the training raised.
+        seconds: its time.
+        error: the exception, if it raised one.
+        half_dtype: the half type of its session; "" at O0.
+        observed: what it called; None if it was not watched.
+    """
 
-    def restore(self) -> None:
-        """Restores all of it; writes what has changed only, as some settings take long."""
-        for read, write, value in self._settings:
-            if read() != value:
-                write(value)
-        super().restore()
+    float32: Kept | None
+    seed: int
+    metric: float
+    seconds: float
+    error: str = ""
+    half_dtype: str = ""
+    observed: Observed | None = None
+
+    @property
+    def failed(self) -> bool:
+        """True if the training raised, or its metric is not finite."""
+        return not math.isfinite(self.metric)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Run:
+        """Returns a run of a journal."""
+        kept = None if data["float32"] is None else frozenset(data["float32"])
+        observed = None if data["observed"] is None else Observed(**data["observed"])
+        return cls(**{**data, "float32": kept, "metric": float(data["metric"]), "observed": observed})
 
 
 @dataclass(slots=True)
@@ -137,13 +134,9 @@ class Training:
                 "amp.tune runs in a group of several ranks. Each would choose by metrics and times of its own, and "
                 "wait for the others for ever. Call it in one process."
             )
-        recorder = TrainingRecorder(self._lists_for(kept)) if watched else None
-        sessions: list[Session] = []
+        recorder, sessions = TrainingRecorder(self._lists_for(kept)), list[Session]()
         self.state.restore()
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed)
+        seed_all(seed)
         metric, error = math.nan, ""
         began = time.monotonic()
         with noting_warnings(self.warned.setdefault(kept, [])), contextlib.ExitStack() as stack:
@@ -151,8 +144,12 @@ class Training:
             stack.callback(runtime.before_close.remove, sessions.append)
             stack.callback(turn_off)
             try:
-                with recorder or contextlib.nullcontext():
-                    metric = self._metric(kept, seed, sessions, recorder)
+                with recorder if watched else contextlib.nullcontext():
+                    model = self.train(self._options_for(kept))
+                    self._check_options_used([*sessions, *filter(None, [runtime.live])], kept)
+                    self._check_trained(model, seed)
+                    recorder.counts_flops = False
+                    metric = _number(self.evaluate(model))
             except Exception as raised:
                 if kept is None or isinstance(raised, _NOT_OF_HALF):
                     raised.add_note(_NOTE_FLOAT32 if kept is None else _NOTE)
@@ -161,7 +158,7 @@ class Training:
         if torch.cuda.is_initialized():
             gc.collect()  # a model in a reference cycle would keep its memory into the next run
         half = "" if kept is None or not sessions else dtype_name(sessions[0].settings.properties.half_dtype)
-        observed = None if recorder is None else recorder.observed()
+        observed = recorder.observed() if watched else None
         return Run(kept, seed, metric, time.monotonic() - began, error, half, observed)
 
     def _options_for(self, kept: Kept | None) -> dict[str, Any]:
@@ -173,16 +170,6 @@ class Training:
 
     def _lists_for(self, kept: Kept | None) -> CastLists:
         return self.lists.overlaid(blacklist(kept)) if kept else self.lists
-
-    def _metric(
-        self, kept: Kept | None, seed: int, closed: Sequence[Session], recorder: TrainingRecorder | None
-    ) -> float:
-        model = self.train(self._options_for(kept))
-        self._check_options_used([*closed, *([] if runtime.live is None else [runtime.live])], kept)
-        self._check_trained(model, seed)
-        if recorder is not None:
-            recorder.counts_flops = False
-        return _number(self.evaluate(model))
 
     def _check_trained(self, model: Any, seed: int) -> None:
         """Raises if train has set the seed, or returns no new model."""
@@ -207,12 +194,11 @@ class Training:
         typed = "Type amp.initialize(model, optimizer, **amp_options) in train(amp_options)."
         if not opened:
             raise OptionError(f"train did not call amp.initialize, so that no cast list has an effect. {typed}")
-        given = self._options_for(kept)
+        given = {"opt_level": "O0"} if kept is None else {**self.options, "cast_lists": self._lists_for(kept)}
         for settings in (session.settings for session in opened):
-            half_name = dtype_name(settings.properties.half_dtype)
-            used = {"opt_level": settings.properties.opt_level, "half_dtype": half_name}
-            differing = [name for name, value in used.items() if given.get(name, value) != value]
-            differing += ["cast_lists"] * (kept is not None and settings.lists != self._lists_for(kept))
+            level, half = settings.properties.opt_level, dtype_name(settings.properties.half_dtype)
+            used = {"opt_level": level, "half_dtype": half, "cast_lists": settings.lists}
+            differing = [name for name, value in given.items() if used[name] != value]
             if differing:
                 raise OptionError(
                     f"train called amp.initialize with other {' and '.join(differing)} than its argument has. {typed} "

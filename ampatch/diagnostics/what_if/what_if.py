@@ -27,7 +27,7 @@ from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import plain_name
 from ampatch.casting.nested import CASTABLE, TensorCast, tensors_in, tensors_of_call
 from ampatch.casting.rounding import rounded
-from ampatch.diagnostics.random_state import RandomState
+from ampatch.diagnostics.process_state import RandomState
 from ampatch.diagnostics.recorder import callers
 from ampatch.diagnostics.recorder.operands import versions_of
 from ampatch.diagnostics.recorder.recorder import Recorder, paused, unseen
