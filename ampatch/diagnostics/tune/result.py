@@ -123,9 +123,7 @@ class Tuning:
     @property
     def chosen(self) -> TunedTrial | None:
         """The trial of `overlay`; None if no list passed."""
-        if self.verdict != PASSES:
-            return None
-        return next(each for each in self.trials if each.float32 == self.float32)
+        return next((each for each in self.trials if each.passes and each.float32 == self.float32), None)
 
     @property
     def overlay(self) -> str:
@@ -213,18 +211,16 @@ class Tuning:
             yield ""
             yield from (f"- {note}" for note in self.notes)
 
-    def _rows(self) -> Iterator[Sequence[str]]:
-        yield ("nothing in half (O0)", f"{self.baseline.mean:.6g}", "", "", "", "")
+    def _rows(self) -> Iterator[Sequence[Any]]:
+        yield ("nothing in half (O0)", self.baseline.mean, "", "", "", "")
         for trial in self.trials:
-            finite = trial.mean == trial.mean
-            yield (
-                "the lists as they are" if not trial.float32 else f"{_several(trial.float32)} in float32",
-                f"{trial.mean:.6g}" if finite else "raised" if trial.error else str(trial.metrics[-1][1]),
-                f"{trial.worse:.3g}" if finite else "",
-                f"{trial.noise:.2g}" if finite and len(trial.metrics) > 1 else "",
-                "-" if trial.share is None else f"{trial.share:.0%}",
-                trial.verdict,
-            )
+            name = f"{_several(trial.float32)} in float32" if trial.float32 else "the lists as they are"
+            if trial.mean == trial.mean:
+                noise = trial.noise if len(trial.metrics) > 1 else ""
+                yield (name, trial.mean, trial.worse, noise, trial.share, trial.verdict)
+            else:
+                why = "raised" if trial.error else str(trial.metrics[-1][1])
+                yield (name, why, "", "", trial.share, trial.verdict)
 
     def _evidence(self) -> Iterator[str]:
         about, better = self.about, "higher" if self.higher_is_better else "lower"
@@ -267,10 +263,10 @@ class Tuning:
 
 _COLUMNS = (
     Column("trial", itemgetter(0)),
-    number("metric", itemgetter(1)),
-    number("worse by", itemgetter(2)),
-    number("+/-", itemgetter(3), rank=2),
-    number("FLOPs in half", itemgetter(4), rank=1),
+    number("metric", itemgetter(1), ".6g"),
+    number("worse by", itemgetter(2), ".3g"),
+    number("+/-", itemgetter(3), ".2g", rank=2),
+    number("FLOPs in half", itemgetter(4), ".0%", rank=1),
     Column("verdict", itemgetter(5)),
 )
 
