@@ -137,8 +137,8 @@ class TrainingRecorder(CallRecorder):
             return
         path = Path.of(name)
         for entry in lists.modules:
-            rule = None if entry.is_float32 else lists.of_module(entry).for_half(self._rulings.half_dtype).get(path)
-            if not entry.is_float32 and (rule is None or rule.treatment is not Treatment.BLACKLIST):
+            rule = lists.of_module(entry).for_half(self._rulings.half_dtype).get(path)
+            if rule is None or rule.treatment is not Treatment.BLACKLIST:
                 yield (
                     f"{name} stays as it is in submodules that {entry.name!r} matches ({entry.source}): the rules of "
                     "that entry come before those of the list that is searched. Change it there to try it in float32."

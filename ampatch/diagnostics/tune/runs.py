@@ -49,7 +49,7 @@ class Runs:
         about: what all runs of the file have in common, as text by its name in words.
         resumed: number of runs that the journal had.
         seconds: the time of each run of this call.
-        expected: how many more runs the search is likely to need.
+        expected: how many more runs the search is likely to need; negative if it needs more than it said.
 
     Raises:
         OptionError: the file is no journal, cannot be written, or is of another search; or the budget is none.
@@ -110,7 +110,7 @@ class Runs:
             raise BudgetEndedError
         run = self.training.run(kept, seed, watched=watched)
         self.seconds.append(run.seconds)
-        self.expected = max(0, self.expected - 1)
+        self.expected -= 1
         if self._is_shown:
             self._show(run, f"{what}, seed {seed}")
         return run
