@@ -195,6 +195,7 @@ def whole() -> Any:
 def test_two_culprits_move_and_nothing_else(whole: Any) -> None:
     assert whole.float32 == (f"{__name__}.shifted", f"{__name__}.spread")
     assert [path for path, without in whole.needed if without.verdict == "fails"] == list(whole.float32)
+    assert all(without in whole.trials for _, without in whole.needed)
 
 
 @pytest.mark.slow
