@@ -67,7 +67,7 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """What is taken from the code of an exponent; one more than in IEEE 754 if NaN is the code of -0."""
+        """The number that is subtracted from an exponent's code; one more than in IEEE 754 if NaN is the code of -0."""
         return (1 << (self.exponent - 1)) - (self.specials != "zero")
 
     @property

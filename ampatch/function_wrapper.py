@@ -1,7 +1,8 @@
-"""The identity of wrapped functions: whoever compares a wrapper with its original finds them equal.
+"""The identity of wrapped functions: a wrapper equals its original.
 
 Code compares functions with torch's names: in ``__torch_function__``, in passes over traced graphs, in registries that
-were filled before a session or in it. Owns what a wrapper is beside a call of it. Must not know what a call does.
+were filled before a session or in it. Owns all of a wrapper but its call: equality, names, attributes. Must not know
+what a call does.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 #: The autocast state of a thread: whether it is in a region; for each of `KINDS` and for `RULES`, whether autocast is
-#: on, and its type; whether autocast keeps its casts. Everywhere None stands for what is left as it is.
+#: on, and its type; whether autocast keeps its casts. Everywhere None means that this part of the state stays as it is.
 State = tuple[bool | None, tuple[bool | None, ...], tuple[torch.dtype | None, ...] | None, bool | None]
 
 _AS_THEY_ARE = (None,) * len(_PLACES)

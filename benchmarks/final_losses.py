@@ -1,9 +1,9 @@
 """Compares the final losses of trainings whose float32 masters do not last with those at O5.
 
 Run as `python benchmarks/final_losses.py [--steps N] [--seed N] [--optimizers NAME ...] [--json FILE]`. Trains a
-character model on the text of this project's license, and a convolutional network on the demo's digits, on the CPU:
-with AdamW, with SGD and momentum, and with a Lion and an Adafactor that are written here, as optimizers that amp does
-not know. With `--optimizers torch` takes those of torch instead, at their usual learning rates. Every way to keep
+character model on the text of this project's license, and a convolutional network on the demo's digits, on the CPU. The
+optimizers are AdamW, SGD with momentum, and a Lion and an Adafactor that are written here, so that amp does not know
+them. With `--optimizers torch` takes those of torch instead, at their usual learning rates. Every way to keep
 weights starts from the same weights and sees the same batches. Prints the loss over all training data after the last
 step, and its difference to that of O5, as Markdown. Times and asserts nothing.
 

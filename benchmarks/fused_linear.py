@@ -9,8 +9,8 @@ time, so it runs beside anything. Asserts nothing.
 - *bytes*: the sum over all operators of the bytes of their inputs and outputs. Views count nothing. On a CPU the fused
   node casts its half products to float32. A GPU writes them in float32, so a product and its cast count as one
   operator.
-- *scales*: the largest power of two by which the loss can be multiplied without an inf or a NaN in any gradient, in
-  float16; and the share of gradients that are zero in float16, but not in float32. With `fused_linear`, gradients of
+- *scales*: in float16, the largest power of two by which the loss can be multiplied without an inf or a NaN in any
+  gradient, and the share of gradients that are zero, but not in float32. With `fused_linear`, gradients of
   weights and biases are computed in float32, as on a GPU.
 """
 

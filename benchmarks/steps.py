@@ -2,9 +2,9 @@
 
 Run as `python benchmarks/steps.py`; `--device cpu --quick` needs no GPU. A step is zero_grad, forward and backward
 pass, clipping of the gradients, and a fused AdamW. The small transformer's kernels are so short that the host is the
-limit; the large one keeps the device busy. Each contender has its own process, all on the same two processors. They are
-measured in turn, A B C A B C, never two at once, in at least eight rounds, and more while there is time; a time is
-divided by the reference's time in the same round. Prints medians over the rounds and, in brackets, the 10th and 90th
+limit; the large one keeps the device busy. Each contender has its own process, all on the same two processors. They run
+in turn, A B C A B C, never two at once, in at least eight rounds, and more while there is time. Each time is divided by
+the reference's time in the same round. Prints medians over the rounds and, in brackets, the 10th and 90th
 percentile. The JSON file also has the kernels of a step, and how much more often than autocast each contender launches
 them.
 

@@ -289,7 +289,7 @@ def _checked(
 
     Raises:
         OptionError: ``noop_flag`` is not an int32 tensor of one element; the number or lengths of the lists are wrong;
-            or a tensor is of an unsupported kind, or differs from the others at its place in shape or device.
+            a tensor is of an unsupported kind; or a tensor differs from the others at its place in shape or device.
     """
     if not isinstance(noop_flag, Tensor) or noop_flag.dtype is not torch.int32 or noop_flag.numel() != 1:
         raise OptionError(

@@ -84,8 +84,8 @@ class Rule:
         needs_float32: device types on which torch has no half kernel of a blacklisted function, `EVERY_DEVICE` for all;
             there it is cast at O2, O3 and O5 as well. Empty: it has one.
         instead: advice to the user in the error of a banned function.
-        formats: format to which the arguments of a whitelisted or blacklisted function are rounded, and the one to
-            which the gradients of its results are; None: it computes in a type of torch.
+        formats: formats to which a whitelisted or blacklisted function's arguments, and the gradients of its results,
+            are rounded; None: it computes in a type of torch.
         optional: True if a path that does not exist is skipped.
         overlay: number of the overlay that it comes from; 0: the shipped lists.
     """
@@ -160,7 +160,7 @@ class ModuleRules:
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """What such a part computes by; for formats this depends on the overlay, too."""
+        """The rules and formats by which such a part computes; for formats also the overlay."""
         return self.changes, self.formats, self.overlay if self.formats else 0
 
     def in_formats(self, rule: Rule) -> Rule:

@@ -1,7 +1,8 @@
 """Rounds tensors to the numbers of a format, with torch's own operators: so a function computes as if in that format.
 
-Owns the arithmetic, and the two nodes of autograd around an emulated call: one rounds an argument and lets its gradient
-pass, the other lets the result pass and rounds its gradient. Must ask the format's row; must not know formats by name.
+Owns the arithmetic, and the two nodes of autograd around an emulated call. One rounds an argument and passes its
+gradient on; the other passes the result on and rounds its gradient. Must ask the format's row; must not know formats by
+name.
 """
 
 from __future__ import annotations

@@ -93,9 +93,9 @@ def table(title: str, columns: Sequence[Column], rows: Sequence[Any], count: int
     """Yields a table for `printed`; nothing if it has no rows.
 
     Args:
-        title: what the table shows; it says so if these are not all rows.
+        title: what the table shows; the table adds how many rows it leaves out.
         columns: its columns.
-        rows: its rows, of which the first `ROWS` are shown.
+        rows: its rows; the table shows the first `ROWS`.
         count: number of all rows, if ``rows`` are those to show.
     """
     shown = rows[:ROWS] if count is None else rows

@@ -128,9 +128,9 @@ def _places(readers: Iterable[ArgumentReader]) -> set[int | str]:
 class Emulation:
     """How calls of one function are emulated.
 
-    Arguments are rounded from what they are, without a cast in between, but for those that `Operands` excepts. A call
-    computes in the type of its statistics, or else in the one that it has by the lists, if that has all numbers of the
-    format, and otherwise in float32; its result has the type that it has by the lists.
+    Arguments are rounded from their own type, without a cast in between, except for those that `Operands` excepts. A
+    call with statistics computes in their type. Any other computes in its type by the lists if that type has all
+    numbers of the format, and otherwise in float32. Its result has its type by the lists.
 
     Args:
         rule: rule of the function.

@@ -83,9 +83,9 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
     """Raises if a user's lists have no effect at a level that patches no functions by the lists.
 
     Raises:
-        OptionError: the level converts no weights, and the lists change rules or a part has a format; no entry is for
-            functions that need float32 or has a format; or weights are converted, and an entry under ``modules`` has
-            rules of its own.
+        OptionError: the level converts no weights, and the lists change rules or a part has a format. Or it converts
+            weights, and no entry has a format or is for functions that need float32. Or it converts weights, and an
+            entry under ``modules`` has rules of its own.
     """
     level = properties.opt_level
     before = shipped(level)

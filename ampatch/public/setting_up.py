@@ -125,7 +125,8 @@ def initialize(
             forward passes get half inputs as float32, and cast nothing inside. At levels that make weights half, their
             weights stay float32, and their outputs are cast to half.
         float32_outputs: submodules that stay float32 as with ``keep_fp32``, and whose outputs stay float32 too, at
-            every level. An example is a head with float32 logits. No layer with half weights may follow them.
+            every level. An example is a head with float32 logits. A layer with half weights that follows casts its
+            inputs to half.
         cast_buffers: buffers that become half with the weights, at levels that make these half. False: none. True: all
             floating-point buffers. Or names as in ``named_buffers()``, or patterns (``"*.inv_freq"``): one or a list.
         fused_linear: whether a linear layer is one node of autograd's graph. That node computes the gradient of a
@@ -156,16 +157,16 @@ def initialize(
         on_overflow: how a skipped step is reported. The step is skipped first, so weights, masters and optimizer state
             are unchanged. "log" writes a line to the log, at verbosity 1. "explain" also writes it, and traces skips
             that a too high loss scale does not explain. These are skips with a loss that is inf or NaN, skips under a
-            static scale, and the third skip in a row. At the start of a run it is the eighth in a row. After a first
-            such skip, it notes the next steps, and logs the trace of one that is skipped. "raise" raises
-            `GradientOverflowError` from ``optimizer.step()``. A function is called with the `Overflow`, once for each
-            optimizer that skips. If it raises an error, so does ``optimizer.step()``. "trace" runs the forward passes
-            of a skipped step again, and logs ``str(overflow)`` at any verbosity. The text names the function that first
-            produced inf or NaN. If a second run cannot find it, amp watches the next steps, which take several times as
-            long. ("trace", function) and ("trace", "raise") put the trace into the overflow. At the minimum scale
-            `LossScaleError` is raised instead, with the overflow as its attribute ``overflow``. All values except "log"
-            and "explain" read the overflow flag before every step, as ``exact_hooks`` does. This syncs with the device,
-            and prevents skipping in the optimizer's own kernel.
+            static scale, and skips from the second in a row on (from the seventh, if no step has run yet). At the first
+            such skip amp begins to note steps, and logs the trace of the next such skip: the third in a row, or the
+            eighth. "raise" raises `GradientOverflowError` from ``optimizer.step()``. A function is called with the
+            `Overflow`, once for each optimizer that skips. If the function raises an error, ``optimizer.step()`` raises
+            it too. "trace" runs the forward passes of a skipped step again, and logs ``str(overflow)`` at any
+            verbosity. The text names the function that first produced inf or NaN. If a second run cannot find it, amp
+            watches the next steps, which take several times as long. ("trace", function) and ("trace", "raise") put the
+            trace into the overflow. At the minimum scale the step raises `LossScaleError` instead, with the overflow as
+            its attribute ``overflow``. All values except "log" and "explain" read the overflow flag before every step,
+            as ``exact_hooks`` does. This syncs with the device, and prevents skipping in the optimizer's own kernel.
         check_finite: whether each step checks its gradients for inf and NaN, also under a static scale. A step with
             such gradients is skipped, and a static scale keeps its value. The check reads the gradients that the
             optimizer is about to read, after clipping and edits. They may come from any backward pass, in a block or

@@ -166,8 +166,8 @@ def what_if(
     Rows are ranked by noise, an estimate of the relative error that the format adds to the step. It joins, as the root
     of the sum of squares over all calls, |result of rounded arguments - result| / |result|, and the same for the
     gradients of arguments. The error of a gradient counts by the share that the parameters before the call have in the
-    squared norm of all gradients: only those learn from it. Errors of what a call computes count, and not those of what
-    it gets: a bias may lose all its digits without harm, and the same small loss in each row of a batch adds up.
+    squared norm of all gradients: only those learn from it. The errors of results count, not those of arguments: a bias
+    may lose all its digits without harm, but the same small loss in each row of a batch adds up.
 
     The gradients are those of a loss scale of 1. The model, its gradients, its buffers and the random numbers stay as
     they are. Compiled parts run uncompiled.

@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch.autograd import grad_mode
 
 #: Calls the autograd engine: `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` end there. The
-#: second says where `Tensor.backward` and `torch.autograd.backward` look it up, for whoever replaces it.
+#: second is the place where `Tensor.backward` and `torch.autograd.backward` look it up, for code that replaces it.
 #: Upstream: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/graph.py
 #: Seen in: torch 2.10 to 2.13
 #: Until: torch has public hooks around a whole backward pass.

@@ -1,6 +1,6 @@
-"""Where torch.compile and TorchScript look things up, without loading torch.compile. Must only name it.
+"""Tables and functions of torch.compile and TorchScript that exist without loading torch.compile. Must only name them.
 
-`tracers` has what is there only once torch.compile is loaded.
+`tracers` has those that exist only once torch.compile is loaded.
 """
 
 from __future__ import annotations

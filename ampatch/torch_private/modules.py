@@ -49,7 +49,7 @@ STATE_HOOKS = ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_d
 #: Until: the handle of such a hook removes the id, as those of modules' own hooks do.
 global_forward_hooks_with_kwargs = module._global_forward_hooks_with_kwargs
 
-#: Code of the method that converts a module's tensors, for whoever looks for its frame on the stack.
+#: Code of the method that converts a module's tensors, to find its frame on the stack.
 #: Upstream: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
 #: Seen in: torch 2.10 to 2.13
 #: Until: torch has a hook for conversions of modules.

@@ -59,7 +59,7 @@ NAMESPACES = frozenset(
 CAST = "_to_copy"
 TO_COPY = torch.ops.aten._to_copy.default
 
-#: A view of which the schema says nothing.
+#: An operator that returns a view, though its schema does not say so.
 #: Upstream: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/native_functions.yaml
 #: Seen in: torch 2.10 to 2.13
 #: Until: its schema says that its result has the memory of its argument.

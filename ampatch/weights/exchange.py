@@ -1,6 +1,6 @@
 """Exchanges the tensors of parameters and their masters, so that an optimizer steps the masters as its own parameters.
 
-An optimizer's groups, its state and whatever lists its class keeps hold the model's parameters, at all times. While it
+An optimizer's groups, its state and the lists that its class keeps hold the model's parameters, at all times. While it
 steps, each of these objects stands for its master: float32 data, and the master's gradient. Ids, attributes and weak
 references belong to the object, and stay. Hooks, the nodes of graphs and DDP's buckets belong to the tensor, and see
 nothing of the exchange.

@@ -128,8 +128,8 @@ class MasterValues:
     def show_masters(self) -> None:
         """Copies what user code has written to masters to the half weights, for a forward.
 
-        What it has written to half weights stays theirs until a master is used: it may take that back, as it does with
-        averages for a validation, or with the first half of SAM's steps. The master then has lost nothing.
+        Its writes to half weights do not reach masters until a master is used. User code may take such a write back, as
+        with averages for a validation, or with the first half of SAM's steps. The master then has lost nothing.
 
         Raises:
             UsageError: as `synchronise`.

@@ -1,10 +1,10 @@
 """The random numbers of one optimizer's stochastic rounding, and its state in bfloat16 between steps.
 
-Owns the number of the step. Every random number follows from it and from the places of the parameter and the element:
-so ranks round alike, a resumed run rounds as the first would have, and torch's generators play no part. The first
-number is a hash of the weights, so that the next optimizer of the same weights does not repeat the numbers of the last
-one: a weight that met the same number in each round would never move. `Rounded` is the form of masters that it leaves
-between steps. Must not know which parameters have masters.
+Owns the number of the step. Every random number is a hash of it and of the places of the parameter and the element. So
+ranks round alike, a resumed run rounds as the first would have, and torch's generators play no part. The first number
+is a hash of the weights, so that the next optimizer of the same weights does not repeat the numbers of the last one.
+Otherwise a weight that met the same number in each round would never move. `Rounded` is the form of masters that it
+leaves between steps. Must not know which parameters have masters.
 
 Stochastic rounding of bfloat16 weights: P. Zamirai et al., "Revisiting BFloat16 Training", 2020.
 """

@@ -1,9 +1,10 @@
 """Float32 masters that exist only while an optimizer steps, for a part of its bfloat16 parameters at a time.
 
-Between two steps a parameter is bfloat16. With "split" an int16 remainder makes it the float32 master, bit for bit
-(`ampatch.weights.split_weights`); with "stochastic" nothing is left of the master, which was rounded up or down at
-random (`ampatch.weights.stochastic_rounding`). For a step, the parameters of a part stand for float32 tensors
-(`ampatch.weights.exchange`), and these are put together from what there is. Gradients stay half.
+Between two steps a parameter is bfloat16. With "split" it keeps an int16 remainder: weight and remainder are the
+float32 master, bit for bit (`ampatch.weights.split_weights`). With "stochastic" it keeps only the weight, which is the
+master rounded up or down at random (`ampatch.weights.stochastic_rounding`). For a step, float32 tensors are made from
+the weights and their remainders, and the parameters of a part stand for these (`ampatch.weights.exchange`). Gradients
+stay half.
 
 Owns the masters while they exist. Must know neither scales nor whether a step is skipped.
 """

@@ -59,7 +59,7 @@ class Call:
 
     @property
     def function(self) -> tuple[Hashable, ...]:
-        """What two steps have in common for calls of one function, or its casts, in one module from one line."""
+        """The key by which two steps match calls of one function, or its casts, in one module from one line."""
         named = self.named
         return self.op.direction, named.module, named.function, named.file, named.line, self.is_cast
 

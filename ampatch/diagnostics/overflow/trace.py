@@ -90,7 +90,7 @@ class OverflowTrace(NamedOp):
 
     @property
     def finding(self) -> object:
-        """What another trace has to equal to say the same; None if no operator is named."""
+        """A key that is equal for two traces if both name the same operator; None if no operator is named."""
         if self.direction == "unknown":
             return None
         return self.direction, self.function, self.operator, self.module, self.file, self.line

@@ -1,8 +1,8 @@
 """`amp.preflight`: which opt levels one step of a model passes, and what to change for the others.
 
 Owns the order of the runs, and the search for the smallest change with which the model passes a level. Must never
-report a change as verified unless a run has shown that the model passes with it, nor change the user's model or the
-state of the process: copies run, and the process gets its state back.
+report a change as verified unless a run has shown that the model passes with it. Must not change the user's model or
+the state of the process: copies run, and the process gets its state back.
 """
 
 from __future__ import annotations

@@ -200,9 +200,9 @@ def _plot(
         is_stairs: whether a value stays until the next step.
 
     Returns:
-        What it shows; the heights and names of the values on the axis; the positions, names and text anchors of the
-        steps on the other one; a path with a line for each overflow, and one for each line, both 1000 wide; and the
-        positions of overflows, with their steps.
+        The sentence; the heights and names of the values on the vertical axis; the positions, names and text anchors
+        of the steps on the horizontal one; a path with a stroke for each overflow, and a path for each line, all 1000
+        wide; and the positions of overflows, with their steps.
     """
     first: float = steps[0]["step"]
     last: float = steps[-1]["step"]
