@@ -22,7 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from ampatch import compilers
 from ampatch.cast_lists.rules import Treatment
 from ampatch.casting import cast_observers, write_back
-from ampatch.casting.nested import Adapt
+from ampatch.casting.nested import Adapt, with_versions
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import cast_labels, casting_mode
 from ampatch.patching.adopted_model import Hooks
@@ -198,7 +198,7 @@ def decorate(function: Any, kind: str) -> Any:
             return observer.call(function, itself(), args, kwargs)  # type: ignore[arg-type]
         adapted = None
         try:
-            adapted = adapt(args, kwargs)
+            adapted = with_versions(adapt, args, kwargs)
             return write_back.call(enclosed if mode is None else function, (args, kwargs), adapted)
         except Exception as error:
             explain(error, reason, (args, kwargs), adapted)

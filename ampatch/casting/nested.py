@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
 from dataclasses import fields
 from types import MemberDescriptorType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 #: The dtypes that a cast may start from. float64, complex, quantized, 8-bit and integer tensors are never cast.
 CASTABLE = frozenset({torch.float32, *HALVES})
+
+_T = TypeVar("_T")
 
 #: The classes of most arguments. They hold no tensor, so they are skipped before any slower check.
 PLAIN = frozenset({int, float, bool, str, type(None)})
@@ -110,6 +112,14 @@ def cast_floating(value: object, dtype: torch.dtype | None, known: Replacements 
         references to itself stay references to the old one.
     """
     return _cast_floating(value, dtype, Replacements() if known is None else known)
+
+
+def with_versions(make: Callable[..., _T], *given: Any) -> _T:
+    """Returns ``make(*given)``: new casts, with the version counters that casts made in inference mode would lack."""
+    if is_compiling() or not torch.is_inference_mode_enabled():
+        return make(*given)
+    with torch.inference_mode(False), torch.no_grad():
+        return make(*given)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

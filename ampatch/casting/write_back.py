@@ -64,13 +64,13 @@ class _Copy:
     Attributes:
         original: the caller's tensor.
         passed: the copy.
-        version: version counter of the copy when the forward pass began; None if torch keeps none, in inference mode.
+        version: version counter of the copy when the forward pass began.
         node: id of the ``grad_fn`` of the copy when the forward pass began.
     """
 
     original: Tensor
     passed: Tensor
-    version: int | None
+    version: int
     node: int
 
 
@@ -83,7 +83,7 @@ class _Forward:
             traces it, or if `call` runs it.
         containers: containers among its arguments, and containers in these.
         known: the caller's object for each tensor and container that the forward pass got.
-        copies: copies of the caller's tensors that it got, if torch counts the writes to them.
+        copies: copies of the caller's tensors that it got.
     """
 
     __slots__ = ("containers", "copies", "frame", "known", "module")
@@ -112,7 +112,7 @@ def begin(module: nn.Module, original: Arguments, passed: Arguments) -> None:
     Args:
         module: module whose forward pass begins.
         original: arguments as the caller passed them.
-        passed: arguments as the forward pass gets them.
+        passed: arguments as the forward pass gets them; casts in them have version counters (`with_versions`).
     """
     if is_exporting():  # an exported program cannot write to its arguments, and torch warns about objects kept here
         return
@@ -154,10 +154,9 @@ def call(function: Callable[..., Any], original: Arguments, passed: Arguments, m
     Args:
         function: function to call.
         original: arguments as the caller passed them.
-        passed: the same, with casts in place of some tensors.
+        passed: the same, with casts in place of some tensors, which have version counters (`with_versions`).
         module: module whose forward the function is; None for any other function. Only for other functions are writes
-            to tensors also found in compiled code, and in inference mode, where torch keeps no versions. In inference
-            mode the values are compared.
+            to tensors also found in compiled code.
 
     Returns:
         The function's result. Arguments in it that the function has written to are replaced by the caller's own.
@@ -234,7 +233,7 @@ def _track(forward: _Forward, original: Any, passed: Any) -> None:
 def _track_tensor(forward: _Forward, original: Any, passed: Tensor) -> None:
     if passed is original or not isinstance(original, Tensor):
         return
-    if forward.module is not None and (is_compiling() or passed.is_inference()):
+    if forward.module is not None and is_compiling():
         return
     if forward.known.find(passed) is None:
         # `end` replaces the copy by the caller's tensor, after it has copied in-place writes to that.
@@ -242,8 +241,8 @@ def _track_tensor(forward: _Forward, original: Any, passed: Tensor) -> None:
         forward.copies.append(_Copy(original, passed, *_state_of(passed)))
 
 
-def _state_of(tensor: Any) -> tuple[int | None, int]:
-    """Returns the version counter of a tensor, None in inference mode, and the id of its ``grad_fn``.
+def _state_of(tensor: Any) -> tuple[int, int]:
+    """Returns the version counter of a tensor, and the id of its ``grad_fn``.
 
     Under torch.compile both are constants, as they are at this point of the trace.
     """
@@ -256,14 +255,14 @@ def _state_of(tensor: Any) -> tuple[int | None, int]:
     counted = tensor
     while is_functorch_wrapped_tensor(counted):  # those of torch.vmap count nothing themselves
         counted = get_unwrapped(counted)
-    return None if counted.is_inference() else counted._version, id(tensor.grad_fn)
+    return counted._version, id(tensor.grad_fn)
 
 
-_noted: list[tuple[int | None, int]] = []
+_noted: list[tuple[int, int]] = []
 
 
 @constant_while_traced
-def _noted_state() -> tuple[int | None, int]:
+def _noted_state() -> tuple[int, int]:
     return _noted.pop()
 
 
@@ -287,17 +286,12 @@ def _write_all(forward: _Forward, dtype: torch.dtype | None) -> None:
     """
     known = forward.known
     for copy in forward.copies:
-        if not (_write_tensor(copy, forward.module is None) if _is_written(copy) else dtype is not None):
+        is_written = _state_of(copy.passed)[0] != copy.version
+        if not (_write_tensor(copy, forward.module is None) if is_written else dtype is not None):
             known.forget(copy.passed)
     for container in forward.containers:
         if not _write_container(container, lambda item: cast_floating(item, dtype, known)) and dtype is None:
             known.forget(container.passed)
-
-
-def _is_written(copy: _Copy) -> bool:
-    if copy.version is not None:
-        return _state_of(copy.passed)[0] != copy.version
-    return not is_compiling() and not torch.equal(copy.passed, copy.original.to(copy.passed.dtype))
 
 
 def _write_tensor(copy: _Copy, is_function: bool) -> bool:

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_store import Store
-from ampatch.casting.nested import cast_floating
+from ampatch.casting.nested import cast_floating, with_versions
 from ampatch.errors import UsageError
 from ampatch.patching.casting_mode import CastingMode, CastRules, thread
 from ampatch.runtime import runtime
@@ -295,7 +295,7 @@ class CopiedWeights:
             finally:
                 mode.off -= 1
 
-        given = cast_floating((args, kwargs), torch.float32)
+        given = with_versions(cast_floating, (args, kwargs), torch.float32)
         result = write_back.call(without_casts, (args, kwargs), given, module)
         _check_complete(result)
         return result

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from ampatch.casting import write_back
 from ampatch.casting.cast_errors import may_be_of_mixed_types, names_missing_kernel
-from ampatch.casting.nested import cast_floating
+from ampatch.casting.nested import cast_floating, with_versions
 from ampatch.compilers import traced_within_others
 from ampatch.errors import AmpError, OptionError, UsageError, in_every_layer, warn
 from ampatch.half_types import HALF_TYPES, HALVES
@@ -372,7 +372,7 @@ def _remove(hooks: dict[int, Any], is_own: Callable[[Any], bool]) -> None:
 def _cast_arguments(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    given: Any = cast_floating((args, kwargs), dtype)
+    given: Any = with_versions(cast_floating, (args, kwargs), dtype)
     write_back.begin(module, (args, kwargs), given)
     return given  # type: ignore[no-any-return]
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ampatch.cast_lists.rules import ModuleRules
 from ampatch.casting import write_back
-from ampatch.casting.nested import cast_floating
+from ampatch.casting.nested import cast_floating, with_versions
 from ampatch.errors import OptionError
 from ampatch.half_types import HALVES
 from ampatch.ledger import PatchLedger
@@ -90,5 +90,5 @@ class _ForwardOfPart(ReplacedForward):
         """Runs the forward; in float32, on float32 arguments."""
         if self._token is not None:
             return self.in_block(*args, **kwargs)
-        given = cast_floating((args, kwargs), torch.float32)
+        given = with_versions(cast_floating, (args, kwargs), torch.float32)
         return write_back.call(self.in_block, (args, kwargs), given, self.module)

@@ -47,7 +47,7 @@ from torch.nn import Parameter
 
 from ampatch.casting import cast_observers
 from ampatch.casting.cast_store import Store
-from ampatch.casting.nested import CASTABLE
+from ampatch.casting.nested import CASTABLE, with_versions
 from ampatch.native import calls
 from ampatch.patching.emulation import Casts
 from ampatch.patching.recurrent_weights import Layout
@@ -336,15 +336,12 @@ def _wait_for_readers(store: Store) -> None:
 
 
 def _with_version(make: Callable[[], _T]) -> _T:
-    """Returns new casts with version counters, which casts made in inference mode would lack."""
+    """Returns new casts with version counters, hidden from selective checkpoints."""
     if len_dispatch_stack():
         # A selective checkpoint counts operators. It must find the same number when it recomputes, even on a cache hit.
         with modes.without_dispatch_modes():
             return _with_version(make)
-    if not is_inference_mode_enabled():
-        return make()
-    with torch.inference_mode(False), torch.no_grad():
-        return make()
+    return with_versions(make) if is_inference_mode_enabled() else make()
 
 
 def _can_be_kept(parameter: Tensor, cast: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch.overrides import get_overridable_functions, handle_torch_function, ha
 
 from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_errors import may_be_caused_by_casts
-from ampatch.casting.nested import Adapt, Arguments, cast_tensors, tensors_in, tensors_of_call
+from ampatch.casting.nested import Adapt, Arguments, cast_tensors, tensors_in, tensors_of_call, with_versions
 from ampatch.compilers import traced_within_others
 from ampatch.function_wrapper import NO_SLOTS, FunctionWrapper, unwrapped
 from ampatch.half_types import HALVES
@@ -88,7 +88,7 @@ class PatchedFunction(FunctionWrapper):
             result = None if adapter.instead is None or overrides else adapter.instead(args, kwargs)
             if result is not None:
                 return result
-            adapt = adapter.adapt
+            adapt = functools.partial(with_versions, adapter.adapt) if self.adapter.may_write else adapter.adapt
             adapted = adapted_for_override(adapt, args, kwargs) if overrides else adapt(args, kwargs)
             result = self._call_adapted(adapter, (args, kwargs), adapted, in_region)
             return result if adapter.finish is None else adapter.finish((args, kwargs), adapted, result)

@@ -153,6 +153,10 @@ def boxes() -> Tensor:
     return torch.tensor([[-2.0, 0.3], [0.5, 7.0]], dtype=HALF)
 
 
+def values_in(given: Tensor) -> Tensor:
+    return given.coalesce().values() if given.layout is torch.sparse_coo else given.values()
+
+
 class Boxes(Tensor):
     """A subclass of tensors."""
 
@@ -170,6 +174,23 @@ class TestFunctions:
             given = boxes().as_subclass(kind)
             assert made(clip_)(given) is given
             assert given.equal(CLIPPED)
+
+    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+    @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+    @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.jagged], ids=str)
+    def test_functions_take_arguments_without_strides(
+        self, made: Callable[..., Any], layout: torch.layout, inference: bool
+    ) -> None:
+        with torch.inference_mode(inference):
+            if layout is torch.jagged:
+                given = torch.nested.nested_tensor([boxes(), boxes()], layout=layout)
+            else:
+                given = boxes().to_sparse(layout=layout)
+            before = values_in(given).clone()
+
+            made(double_)(given)
+
+            assert values_in(given).equal(before * 2)
 
     def test_functions_write_to_the_callers_containers(self, made: Callable[..., Any]) -> None:
         given, scale, found = boxes(), boxes(), {}
