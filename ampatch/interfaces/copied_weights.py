@@ -160,12 +160,12 @@ class CopiedWeights:
         if kept is not None:
             cast_observers.hit([kept])
             return kept
-        with torch.inference_mode(False):
-            cast = cast_observers.cast(tensor, lambda: tensor.to(dtype))
+        cast = cast_observers.cast(tensor, lambda: with_versions(tensor.to, dtype))
         may_be_kept = cast.grad_fn is None and tensor.layout is torch.strided and not tensor.is_inference()
         if may_be_kept and peek_interpreter_stack() is None:
             # The cast requires grad if its weight does: torch's linear copies a weight that does not require grad for
             # each row of a batch.
+            self._casts.forget([key for key, parameter, _ in self._casts.entries() if parameter() is None])
             self._casts.keep(tensor, cast.requires_grad_(tensor.requires_grad))
             _wait_for(cast)
         return cast

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, check_rows, dtype_name, together
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from torch.profiler import ProfilerActivity, profile
 
 from ampatch import amp
 from ampatch.errors import AmpWarning, BannedFunctionError, CastListError, OptionError, UsageError
@@ -420,6 +421,31 @@ class TestWeights:
         made = amp.convert_model(mixed(), "bfloat16").to("cpu").to(torch.float32)
         assert_same_bits(of_copy(made, INDICES), of_o1(mixed(), torch.bfloat16, INDICES))
         assert_same_bits(made.state_dict()["layer.weight"], mixed().layer.weight)
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_a_weight_that_stays_float32_is_cast_again_only_after_a_write(self, mode):
+        made = amp.convert_model(mixed(), "bfloat16")
+        made(INDICES)
+
+        def casts() -> int:
+            with mode(), profile(activities=[ProfilerActivity.CPU]) as profiled:
+                made(INDICES)
+            return [event.name for event in profiled.events()].count("aten::_to_copy")
+
+        casts()
+        of_activations = casts()
+        made.embedding.weight.add_(1)
+        assert casts() == of_activations + 1
+
+    def test_casts_of_replaced_weights_are_dropped(self):
+        made = amp.convert_model(mixed().requires_grad_(False), "bfloat16")
+        casts = made.forward._copy._casts
+        for _ in range(3):
+            loaded = {name: value.clone() for name, value in mixed().state_dict().items()}
+            made.load_state_dict(loaded, assign=True)
+            made(INDICES)
+        gc.collect()
+        assert sum(parameter() is None for _, parameter, _ in casts.entries()) == 0
 
     def test_neither_copy_nor_model_is_kept_alive(self):
         model = mixed()
