@@ -217,8 +217,7 @@ class MixedPrecision(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters: sets them to None, or to zeros with ``set_to_none=False``."""
         super().zero_grad(set_to_none)
-        if set_to_none:
-            self._narrow()
+        self._narrow()
 
     def widen_gradients(self) -> None:
         """Casts half gradients to the masters' type until the next step or `zero_grad`, to unscale without loss."""
@@ -251,26 +250,26 @@ class MixedPrecision(torch.optim.Optimizer):
         self._check_not_stepping("step again")
         inside = self.optimizer
         found_inf, grad_scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
-        with self._masters.stepping():
-            if closure is None:
-                self._masters.take_gradients()
-                if grad_scale is not None:
-                    self._divide_gradients(grad_scale)
-            else:
-                closure = functools.partial(self._masters.evaluate, closure)
-            told: AbstractContextManager[Any] = nullcontext()
-            if found_inf is not None and closure is None and _skips_by_itself(inside):
-                told = skipping_by_itself(inside, self._parameters(), None, found_inf)
-            elif found_inf is not None and bool(found_inf):
-                return None
-            try:
+        try:
+            with self._masters.stepping():
+                if closure is None:
+                    self._masters.take_gradients()
+                    if grad_scale is not None:
+                        self._divide_gradients(grad_scale)
+                else:
+                    closure = functools.partial(self._masters.evaluate, closure)
+                told: AbstractContextManager[Any] = nullcontext()
+                if found_inf is not None and closure is None and _skips_by_itself(inside):
+                    told = skipping_by_itself(inside, self._parameters(), None, found_inf)
+                elif found_inf is not None and bool(found_inf):
+                    return None
                 with told:
                     return self._masters.step(inside.step, args if closure is None else (closure, *args), kwargs)
-            except RuntimeError as error:
-                note_lost_graph(error)
-                raise
-            finally:
-                self._narrow()
+        except RuntimeError as error:
+            note_lost_graph(error)
+            raise
+        finally:
+            self._narrow()
 
     @torch.no_grad()
     @WithoutCasts()

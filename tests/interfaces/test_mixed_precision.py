@@ -536,6 +536,24 @@ class TestFloat16:
         assert torch.stack(moved).norm().item() == pytest.approx(1e-2, rel=1e-3)
         assert [parameter.grad.dtype for parameter in model.parameters()] == [torch.float16] * 2 + [torch.float32] * 2
 
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_gradients_have_the_parameters_type_after_a_skipped_step_and_after_zeroing(self, set_to_none):
+        model = network(torch.float16)
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        own = [parameter.dtype for parameter in model.parameters()]
+        scaler = ampatch.GradScaler("cpu")
+        scaler.scale(loss_of(model) * math.inf).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert [parameter.grad.dtype for parameter in model.parameters()] == own
+
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(optimizer)
+        optimizer.zero_grad(set_to_none)
+        loss_of(model).backward()
+        assert [parameter.grad.dtype for parameter in model.parameters()] == own
+
     def test_a_grad_scaler_steps_with_a_closure(self):
         (model, optimizer), scaler = wrapped(torch.optim.LBFGS, torch.float16), ampatch.GradScaler("cpu")
         first = scaler.step(optimizer, closure_of(optimizer, model, scaler))
