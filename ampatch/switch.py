@@ -12,13 +12,13 @@ Owns the state of a thread, and how regions begin and end. Must not know lists o
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import importlib
 import inspect
 import threading
 import types
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -185,22 +185,24 @@ _thread = _Thread()
 _NOTHING = contextlib.nullcontext()
 
 
-# The numbers of autograd's nodes that were made in regions, the latest last: thread, first, and the one behind them.
-_made: deque[tuple[int, int, int]] = deque(maxlen=256)
+# For each thread, the numbers of autograd's nodes where the thread has begun and ended regions, in turn and in order.
+_bounds: dict[int, list[int]] = {}
+_MOST_BOUNDS = 2**16
 
 
 def _note_made(first: int) -> None:
     """Notes that the nodes of this thread from a number on were made in a region."""
-    thread, end = threading.get_ident(), autograd.next_sequence_number()
+    bounds, end = _bounds.setdefault(threading.get_ident(), []), autograd.next_sequence_number()
     if end > first:
-        while _made and _made[-1][0] == thread and _made[-1][1] >= first:  # in a region inside
-            _made.pop()
-        _made.append((thread, first, end))
+        del bounds[bisect.bisect_left(bounds, first) :]  # of regions inside, and of one that ended just here
+        bounds += [end] if len(bounds) % 2 else [first, end]
+        if len(bounds) > _MOST_BOUNDS:
+            del bounds[: _MOST_BOUNDS // 2]
 
 
 def was_made_in_region(number: int) -> bool:
     """Returns True if a node of autograd was made in a region, so that its backward pass has the state of that."""
-    return any(first <= number < end for _, first, end in list(_made))
+    return any(bisect.bisect_right(bounds, number) % 2 for bounds in list(_bounds.values()))
 
 
 def is_in_backward_of_region() -> bool:

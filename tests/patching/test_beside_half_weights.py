@@ -333,6 +333,7 @@ class TestOthers:
         model = adopted(Net(lambda net, x: Product.apply(x, net.layer.weight)), half)
         x = torch.randn(2, 8, requires_grad=True)
         model(x).sum().backward()
+        sum(model(x) for _ in range(500)).sum().backward()  # as many steps of a sequence
         assert x.grad is not None
         assert model.layer.weight.grad.dtype is half
         with pytest.raises(RuntimeError, match="dtype"):
