@@ -156,13 +156,13 @@ class StateMasters:
         """Context in which the state has no masters; then rounds them to the parameters."""
         pairs = self.synchronise()
         state = self._optimizer.state
-        for parameter, master in pairs:
-            master.requires_grad_(parameter.requires_grad)
-            del state[parameter][MASTER]
-            if not state[parameter]:  # an optimizer may treat an empty dict as state that it has made
-                del state[parameter]
-        self._in_place = {id(parameter): (parameter, master) for parameter, master in pairs}
-        try:
+        try:  # from here on, as Ctrl-C must not lose a master
+            self._in_place = {id(parameter): (parameter, master) for parameter, master in pairs}
+            for parameter, master in pairs:
+                master.requires_grad_(parameter.requires_grad)
+                del state[parameter][MASTER]
+                if not state[parameter]:  # an optimizer may treat an empty dict as state that it has made
+                    del state[parameter]
             yield
         finally:
             self._round()

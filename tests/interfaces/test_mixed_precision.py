@@ -8,6 +8,7 @@ import io
 import itertools
 import math
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,23 @@ class TestSteps:
         train(model, optimizer, 0)
         by_hand.train(0)
         check(optimizer, model, by_hand)
+
+    def test_a_step_that_is_interrupted_at_its_start_keeps_the_masters(self):
+        class Interrupting(defaultdict[Tensor, Any]):
+            def __delitem__(self, key: Tensor) -> None:
+                super().__delitem__(key)
+                raise KeyboardInterrupt
+
+        model, optimizer = wrapped(functools.partial(torch.optim.SGD, lr=1e-4))
+        train(model, optimizer, 0, 1)
+        masters = [master.detach().clone() for master in optimizer.master_params()]
+        state = optimizer.optimizer.state
+        optimizer.optimizer.state = Interrupting(dict, state)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        optimizer.optimizer.state = defaultdict(dict, optimizer.optimizer.state)
+        assert_same_state(list(optimizer.master_params()), masters)
+        train(model, optimizer, 2)
 
 
 class TestClosures:
