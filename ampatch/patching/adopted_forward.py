@@ -89,8 +89,8 @@ class Regions:
         return self._state
 
     def is_decided(self) -> bool:
-        """Returns True where no new region begins: inside a region, or where other code has turned autocast on."""
-        return is_in_half() if self.in_half else is_set_by_autocast(self.kinds)
+        """Returns True where no region begins: in one, after the session, or where code has turned autocast on."""
+        return not self._switch.active or (is_in_half() if self.in_half else is_set_by_autocast(self.kinds))
 
     def state_of_checkpoint(self, args: tuple[Any, ...]) -> State:
         """Returns the state that a reentrant checkpoint runs and recomputes in, given its arguments.

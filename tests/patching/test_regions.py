@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.amp import custom_bwd, custom_fwd
 
 from ampatch import amp
+from ampatch.switch import is_in_half, is_in_region
 
 SETTINGS = [("O1", torch.float16), ("O1", torch.bfloat16), ("O4", torch.bfloat16)]
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast.* is deprecated:FutureWarning")
@@ -255,6 +256,18 @@ class TestRegions:
         with torch.autocast("cpu", enabled=False):
             adopted(nn.Linear(2, 2), half_dtype=torch.float16)
             amp.deinitialize()
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_a_generator_that_outlives_its_session_goes_on_without_casts(self, level: str) -> None:
+        def forward(x: Tensor) -> Iterator[tuple[torch.dtype, bool]]:
+            for _ in range(2):
+                yield (x @ x).dtype, is_in_region() or is_in_half()
+
+        model = adopted(Calls(forward), opt_level=level, half_dtype=torch.float16)
+        steps = model(torch.ones(2, 2))
+        assert next(steps)[1]
+        amp.deinitialize()
+        assert next(steps) == (torch.float32, False)
 
 
 class TestStateOfAutocast:
