@@ -231,9 +231,7 @@ def _track(forward: _Forward, original: Any, passed: Any) -> None:
 
 
 def _track_tensor(forward: _Forward, original: Any, passed: Tensor) -> None:
-    if passed is original or not isinstance(original, Tensor):
-        return
-    if forward.module is not None and is_compiling():
+    if passed is original or not isinstance(original, Tensor) or (forward.module is not None and is_compiling()):
         return
     if forward.known.find(passed) is None:
         # `end` replaces the copy by the caller's tensor, after it has copied in-place writes to that.
