@@ -119,12 +119,12 @@ class Wrappers:
         wanted = {key: wrapper.original for key, wrapper in (self._of_methods | self._of_functions).items()}
         for owner, name, found in bindings(owners, {**wanted, **kept}):
             original = unwrapped(found)
-            if original is not found:
-                setattr(owner, name, original)
             wrapper = self._of(original)
-            if wrapper is not None:
-                # An owner that does not store its attributes itself keeps the original.
-                with contextlib.suppress(AttributeError, RefusedError):
+            # An owner that does not store its attributes itself, or that nobody may write to, keeps what it has.
+            with contextlib.suppress(AttributeError, RefusedError):
+                if original is not found:
+                    setattr(owner, name, original)
+                if wrapper is not None:
                     self._ledger.set(owner, name, wrapper)
 
     def rebind_model(self, model: nn.Module) -> None:
@@ -164,7 +164,8 @@ class Wrappers:
         kept = {key: wrapper for key in dropped if (wrapper := _alive.get(key)) is not None}
         if kept:
             for owner, name, held in bindings([*loaded_modules("ampatch"), *owners], kept):
-                setattr(owner, name, unwrapped(held))
+                with contextlib.suppress(AttributeError):  # as in `rebind`; what it keeps calls the original
+                    setattr(owner, name, unwrapped(held))
             self._installed.update(kept)
 
 

@@ -139,6 +139,21 @@ class TestNamesBoundEarlier:
         assert neighbour.linear is F.linear
         assert neighbour.conv2d is neighbour.conv_of_functional is torch.conv2d
 
+    def test_wrappers_in_a_module_that_cannot_be_written_to_stay_and_call_the_originals(self, monkeypatch, neighbour):
+        class ReadOnly(types.ModuleType):
+            def __setattr__(self, name: str, value: object) -> None:
+                raise AttributeError(name)
+
+        read_only = ReadOnly("read_only")
+        with casts_on():
+            vars(read_only)["linear"] = neighbour.linear = F.linear
+            monkeypatch.setitem(sys.modules, "read_only", read_only)
+            monkeypatch.setitem(sys.modules, "neighbour", neighbour)
+        assert neighbour.linear is F.linear
+        with casts_on():
+            assert read_only.linear(x(), x()).dtype is torch.float32
+        assert read_only.linear(x(), x()).dtype is torch.float32
+
 
 class TestSearches:
     """How often all loaded modules are looked through: what most of the time would go to."""
