@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import random
@@ -212,6 +213,8 @@ class Runner:
             shutil.copytree(root, folder / "ampatch", ignore=shutil.ignore_patterns("__pycache__"))
             (folder / "ampatch" / mutant.path.relative_to(root)).write_text(mutant.source(), encoding="utf-8")
             os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+            # Some modules are only imported by the functions that need them: without this, after the exchange.
+            importlib.import_module(".".join(mutant.path.relative_to(root.parent).with_suffix("").parts))
             if not exchange(mutant):
                 return _NOT_APPLIED
         failed: list[str] = []
