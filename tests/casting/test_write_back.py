@@ -284,7 +284,7 @@ class TestContainers:
         one = [x]
         args, kwargs = arguments(one)
 
-        initialized(work)(*args, **kwargs)
+        half_copy(work)(*args, **kwargs)
 
         assert one[0].dtype is FLOAT32
         assert one[1:] == [7]
@@ -296,7 +296,7 @@ class TestContainers:
         def work(layer: nn.Module, batch: Any) -> None:
             batch["a"] = batch.pop("a")
 
-        initialized(work)(batch)
+        half_copy(work)(batch)
 
         assert list(batch) == ["b", "c", "a"]
 
