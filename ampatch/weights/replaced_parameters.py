@@ -153,22 +153,19 @@ class ReplacedParameters:
 
     def note(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         """Notes that a module is about to get a parameter, for `decide`."""
-        if parameter is None:
-            return
         known = module._parameters.get(name)
-        if known is None or known is parameter or self._note(module, name, known, parameter):
+        if parameter is None or known is None or known is parameter:
             return
-        earlier = self._noted.get((id(module), name))
-        old = None if earlier is None or earlier.module() is not module else earlier.old()
-        if old is not None:  # what had replaced it is replaced
+        self._note(module, name, known, parameter)
+        noted = self._noted.get((id(module), name))
+        old = None if noted is None or noted.module() is not module else noted.old()
+        if old is not None:  # this one, or the one that the known parameter had replaced
             self._note(module, name, old, parameter)
 
-    def _note(self, module: nn.Module, name: str, old: Tensor, new: Tensor | None) -> bool:
-        """Notes that a parameter was replaced, if it has a master; returns True if it has."""
-        has_master = self._conversion.has_master(old)
-        if has_master:
+    def _note(self, module: nn.Module, name: str, old: Tensor, new: Tensor | None) -> None:
+        """Notes that a parameter was replaced, if it has a master."""
+        if self._conversion.has_master(old):
             self._noted[id(module), name] = _Place.of(module, name, old, new)
-        return has_master
 
     def search(self, masters: ExchangedMasters) -> None:
         """Looks for half parameters that user code has replaced in the models since the last call, by any means.

@@ -371,6 +371,8 @@ class TestWidened:
         run.add(run.norm.bias)
         outputs = torch.func.functional_call(run.model, zeros, (INPUTS,))
         assert not outputs.any()
+        run.evaluate()
+        assert run.norm.bias.dtype is half
         run.train()
         assert [name for name, each in run.model.named_parameters() if each is not before[name]] == ["1.bias"]
 
