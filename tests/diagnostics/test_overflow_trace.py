@@ -331,6 +331,16 @@ class TestLoops:
         if way == "second run":
             assert events[0].trace.notes == ("in forward pass 1 of the 2 before this step",)
 
+    def test_an_overflow_in_the_sum_of_finite_gradients_is_traced(self, way):
+        model = nn.Linear(8, 8)
+        optimizer = SGD(model.parameters())
+        with traced(model, optimizer, opt_level="O3", loss_scale=1.0, check_finite=True) as events:
+            for last in (False, True):
+                backward(in_float32(model(batch()) * 6000), optimizer, delay_unscale=not last)
+            optimizer.step()
+        told = "the sum of several gradients of one tensor" if way == "watched" else ""  # a second run adds up none
+        assert [event.trace.function for event in events] == [told]
+
     def test_each_optimizer_gets_the_cause_of_its_own_gradients(self, way):
         models = [nn.Linear(8, 8), Applied(lambda x: Amplified.apply(x, 1e9))]
         optimizers = [SGD(each.parameters()) for each in models]

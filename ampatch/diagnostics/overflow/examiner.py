@@ -205,12 +205,9 @@ def origins_of_gradients(watch: Watch) -> dict[int, WatchedOp | None]:
     None stands in the place of an origin if no watched operator is one.
     """
     watch.read()
-    reached = [gradient for gradient in watch.gradients if not gradient.values.is_finite]
-    if not reached and all(values.is_finite for op in watch.ops if op.parameter is not None for values in op.outputs):
-        return {}
     origins = causes.origins(watch.ops)
     found: dict[int, WatchedOp | None] = {}
-    for gradient in reached:
+    for gradient in [each for each in watch.gradients if not each.values.is_finite]:
         # What made the loss inf may have led to the gradient by other numbers: log(0), and then 1 / 0.
         ops = [origins.get(id(values)) for values in (gradient.values, *gradient.roots)]
         found.setdefault(id(gradient.parameter), _first(ops))
