@@ -455,6 +455,12 @@ class TestPatterns:
         state = saved(cast_lists=by_name)
         assert told(state, cast_lists=by_pattern)[1:-1] == [f"  {pattern}: no such pattern -> blacklist (cast_lists)"]
 
+    def test_a_pattern_of_another_namespace_decides_nothing_about_a_name(self):
+        by_pattern = {"blacklist": {"torch.nn.functional": ["rel[u]"]}}
+        both = {"blacklist": {"torch": ["relu"], **by_pattern["blacklist"]}}
+        lines = told(saved(cast_lists=by_pattern), cast_lists=both)
+        assert lines[1:-1] == ["  torch.relu: unlisted -> blacklist (cast_lists)"]
+
 
 def without(table: str) -> Callable[[dict[str, Any]], object]:
     return lambda found: found.pop(table)

@@ -11,6 +11,7 @@ import torch
 from optimizers import SGD, backward
 from planted_overflows import Amplified
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ampatch
 from ampatch import amp
@@ -150,5 +151,14 @@ class TestTurnedOff:
     @pytest.mark.parametrize("options", [{"on_overflow": "log"}, {"verbosity": 0}])
     def test_no_skip_is_explained_where_that_is_turned_off(self, options, log):
         run(FINE, *[IN_MODEL] * 5, **options)
+        assert recorder() is None
+        assert log() == []
+
+    def test_no_forward_is_noted_among_several_ranks(self, log):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            run(FINE, IN_MODEL, IN_MODEL, IN_MODEL)
+        finally:
+            torch.distributed.destroy_process_group()
         assert recorder() is None
         assert log() == []

@@ -439,6 +439,15 @@ class TestModules:
         assert first["saved_bytes"] == 2 * 5 * 16 * 2 - 2 * (2 * 5 * 6 + 6 * 16 + 16)
         assert found["last"]["in"] == {"float32": 1, "bfloat16": 3} or found["last"]["in"] == {"bfloat16": 4}
 
+    def test_half_weights_save_less_by_what_they_have_beside_themselves(self) -> None:
+        saved = []
+        for masters in (False, "split", True):
+            model = nn.Linear(8, 8, bias=False)
+            amp.initialize(model, opt_level="O2", half_dtype="bfloat16", master_weights=masters, verbosity=0)
+            saved.append(modules(recorded(functools.partial(model, torch.ones(8, 8))))[""]["saved_bytes"])
+            amp.deinitialize()
+        assert [saved[0] - each for each in saved] == [0, 2 * 64, 4 * 64]
+
     def test_recomputed_modules_count_twice(self) -> None:
         amp.init(half_dtype="bfloat16")
         layer, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(4, 8, requires_grad=True)
