@@ -15,11 +15,14 @@ from typing import Any
 import optimizers
 import pytest
 import torch
+import torch.distributed as dist
 from far_devices import FarDevices
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ampatch
 from ampatch import amp
+from ampatch.distributed import Group
 from ampatch.scaling.scale_use import ScaleUse
 
 SCALE = 4.0
@@ -315,6 +318,16 @@ class Split(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x).cuda())
+
+
+def test_a_tensor_is_reduced_on_the_device_of_the_process_group(far_devices: FarDevices) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        for device_type, waits in ("cuda", []), ("cpu", ["aten._to_copy"]):
+            Group(dist.group.WORLD, device_type).reduce_(far_devices.of(3.0), dist.ReduceOp.SUM)
+            assert far_devices.waits == waits
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.gpu

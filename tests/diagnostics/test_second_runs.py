@@ -278,6 +278,15 @@ class TestRemedies:
         assert trace.cast_lists == {"blacklist": {"*": ["linear"]}}  # whose result it writes to
         assert not is_skipped(Around(in_place), cast_lists=trace.cast_lists)
 
+    def test_a_remedy_names_no_function_that_need_not_change(self) -> None:
+        def function(_: nn.Module, x: Tensor) -> Tensor:
+            return torch.log((x * 0 + 1) * 1e-8) * 1e-3  # 0 in float16
+
+        trace = told_of(Around(function))
+        assert trace.function == "torch.log"
+        assert trace.cast_lists == {"blacklist": {"*": ["mul"]}}
+        assert not is_skipped(Around(function), cast_lists=trace.cast_lists)
+
     def test_a_remedy_is_not_enough_where_no_list_reaches(self) -> None:
         def function(_: nn.Module, x: Tensor) -> Tensor:
             with torch.autocast("cpu", enabled=False):

@@ -357,8 +357,11 @@ def noisy(amount: float, half_is_worse_by: float = 0.0, calls: Callable[[Tensor]
 
 
 def test_noise_beyond_the_tolerance_is_told_with_the_seeds_needed(tmp_path: Path) -> None:
-    tuning = noisy(1.0).tuned(0.9, seeds=3)
+    journal = tmp_path / "tune.json"
+    tuning = noisy(1.0).tuned(0.9, seeds=3, journal=journal)
     assert (tuning.verdict, tuning.float32, tuning.runs) == ("cannot tell", (), 6)
+    # Watching a run takes time.
+    assert [run["seed"] for run in json.loads(journal.read_text())["runs"] if run["observed"]] == [0]
     assert "cannot tell whether the metric stays within the tolerance" in str(tuning)
     needed = math.floor(3 * (tuning.first.noise / (0.9 - tuning.first.worse)) ** 2 + 1)
     assert f"about seeds={needed}," in str(tuning)

@@ -12,6 +12,7 @@ from optimizers import SGD, backward
 from planted_overflows import Amplified
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -184,6 +185,13 @@ class TestValues:
             second.neg()
         watch.read()
         assert [op.inputs[0].largest for op in named(watch, "neg")] == [2, math.inf]
+
+    def test_a_wrapper_has_the_values_of_the_tensors_inside(self):
+        with Watch() as watch:
+            torch.log(TwoTensor(torch.zeros(2), torch.ones(2)))
+        watch.read()
+        (op,) = named(watch, "log")
+        assert [[values.largest for values in each] for each in (op.inputs, op.outputs)] == [[0, 1], [math.inf, 0]]
 
     def test_a_sparse_gradient_has_the_values_of_its_elements(self):
         embedding = nn.Embedding(5, 2, sparse=True)

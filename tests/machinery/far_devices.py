@@ -164,7 +164,7 @@ class FarDevices(TorchDispatchMode):
         """Returns the arguments that a kernel of a GPU computes with; counts the launches for each tensor of a list."""
         if operator is torch.ops.aten._foreach_mul_ and isinstance(args[1], Tensor):
             tensors, factor = args
-            if factor.dtype is not tensors[0].dtype:
+            if any(each.dtype is not factor.dtype for each in tensors):
                 self.slow += len(tensors)
                 return tensors, self.values(factor).to(tensors[0].dtype)
         return args

@@ -806,11 +806,12 @@ def test_parameters_without_gradients_are_recognised(parameters, bare, bare_and_
 class TestOnAGpu:
     """torch lacks some kernels for GPUs, and others launch once for each tensor."""
 
+    @with_calls_in_each
     @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
     def test_multiply_rounds_once_without_a_launch_per_tensor(self, far_devices, dtype):
-        values = [[2.0**-20, 0.3], [1.0, 3.0]]
-        tensors = [far_devices.of(row, dtype=dtype) for row in values]
-        expected = [times(torch.tensor(row, dtype=dtype), 2.0**17) for row in values]
+        rows = [(row, each) for each in (torch.float32, dtype) for row in ([2.0**-20, 0.3], [1.0, 3.0])]
+        tensors = [far_devices.of(row, dtype=each) for row, each in rows]
+        expected = [times(torch.tensor(row, dtype=each), 2.0**17) for row, each in rows]
         kernels.multiply_(tensors, far_devices.of(2.0**17))
         for tensor, wanted in zip(tensors, expected, strict=True):
             assert_same_bits(far_devices.values(tensor), wanted)
