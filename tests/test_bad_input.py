@@ -87,6 +87,7 @@ OPTIONS = [
     ({"num_losses": 1.5}, "num_losses is 1.5; expected a whole number of at least 1"),
     ({"scale_factor": 1}, "scale_factor is 1; expected a number above 1"),
     ({"scale_window": 0}, "scale_window is 0; expected a whole number"),
+    ({"scale_window": 2**31}, r"scale_window is 2147483648; expected a whole number of at least 1, below 2\*\*31\."),
     ({"min_loss_scale": 4, "max_loss_scale": 2}, "min_loss_scale=4.0 is above max_loss_scale=2.0"),
     ({"half_dtype": "flaot16"}, r"half_dtype is 'flaot16'; .*Did you mean 'float16'"),
     ({"half_dtype": "torch.bfloat61"}, r"half_dtype is 'torch\.bfloat61'; .*Did you mean 'bfloat16'"),

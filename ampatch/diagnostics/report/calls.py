@@ -178,7 +178,7 @@ class CallRecorder(Recorder):
             result = run(*args, **kwargs)
         finally:
             thread.call = around
-            around.ran += call.ran
+            around.ran |= call.ran
         # Only amp's wrappers show the calls that torch's own code makes: these count if amp casts for them.
         is_of_user = not around.is_of_torch
         if call.casts or (is_of_user and (call.ran or (isinstance(result, Tensor) and not info.is_getter))):
@@ -287,7 +287,7 @@ class CallRecorder(Recorder):
             return op(*args, **kwargs)
         self.operators += 1
         call = self.thread.call
-        call.ran += 1
+        call.ran = True
         if op is TO_COPY:
             result = self._copy(args, kwargs)
         else:
@@ -367,14 +367,14 @@ class _Call:
         is_of_torch: True if the function is torch's, and runs no code of the user's.
         known: tensors that it was given or made, by id; None if autocast is off. Others are casts that autocast kept,
             which torch reports to no mode.
-        ran: number of operators that it has run.
+        ran: True once it has run an operator.
         casts: number of casts, and uses of kept ones, for it.
     """
 
     row: Row | None = None
     is_of_torch: bool = False
     known: dict[int, Tensor] | None = None
-    ran: int = 0
+    ran: bool = False
     casts: int = 0
 
     def note_hits(self, args: _Args) -> None:
