@@ -212,6 +212,14 @@ class TestRegions:
             assert model(torch.ones(2, 2)).dtype is settings.get("dtype", torch.float32)
         assert model(torch.ones(2, 2)).dtype is torch.float16
 
+    def test_autocast_turned_on_without_a_region_holds_for_a_model(self) -> None:
+        model = adopted(nn.Linear(2, 2), half_dtype=torch.float16)
+        torch.set_autocast_enabled("cpu", True)
+        try:
+            assert model(torch.ones(2, 2)).dtype is torch.bfloat16
+        finally:
+            torch.set_autocast_enabled("cpu", False)
+
     def test_a_region_that_raises_ends(self) -> None:
         def forward(x: Tensor) -> Tensor:
             with torch.autocast("cpu", enabled=False):
