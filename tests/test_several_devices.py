@@ -300,6 +300,7 @@ class TestOtherInterfaces:
             before = far.weights()
             optimizer.zero_grad()
             scaler.scale(far.number(1.0, 0))
+            assert scaler._scale.device.type == "cuda"
             far.backward(scaled(overflowing, value))
             if clips:
                 scaler.unscale_(optimizer)
