@@ -213,7 +213,7 @@ class TestNumbers:
         ("spelled", "number", "text"),
         [
             (report_numbers.count, 1234567, "1 234 567"),
-            (report_numbers.count, 12_345_678, "12.3 M"),
+            (report_numbers.count, 10_000_000, "10.0 M"),
             (report_numbers.count, 0, "0"),
             (report_numbers.count, 0.5, "0.500"),
             (report_numbers.count, "inf", "inf"),
@@ -433,7 +433,7 @@ class TestDrawings:
         assert len(bars) == len(underflow["exponents"])
         assert all(0 <= bar < 100 for bar in bars)
 
-    def test_modules_are_as_wide_as_their_activations(self) -> None:
+    def test_modules_are_as_wide_as_their_activations_and_below_their_parents(self) -> None:
         data = sample_reports.full()
         roots = module_tree.tree(data["modules"])
         cells = {has["data-module"]: has for has in Parsed(page(data)).of("svg") if "data-module" in has}
@@ -443,6 +443,8 @@ class TestDrawings:
         assert float(cells[str(head)]["width"][:-1]) == pytest.approx(100 * share, abs=0.01)
         before = sum(sum(each.activation_bytes.values()) for each in roots[0].children if each.row["name"] == "blocks")
         assert float(cells[str(head)]["x"][:-1]) == pytest.approx(100 * before / whole, abs=0.01)
+        root = next(index for index, row in enumerate(data["modules"]) if row["name"] == "")
+        assert [cells[str(index)]["y"] for index in (root, head)] == ["0", "30"]
 
 
 class TestModules:
