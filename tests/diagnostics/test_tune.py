@@ -832,6 +832,7 @@ def test_the_overlay_names_its_evidence(tmp_path: Path) -> None:
     assert any(line.startswith("#   float32 (O0)") for line in lines)
     assert any("without this file" in line and line.endswith(": fails") for line in lines)
     assert any("with this file" in line and line.endswith(": passes") for line in lines)
+    assert "# FLOPs in half: 100% with this file, 100% without it." in lines
     assert any(line.startswith("    # In half: ") for line in lines)
 
 
