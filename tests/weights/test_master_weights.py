@@ -918,6 +918,14 @@ class TestCopies:
         twin.step()
         assert not torch.equal(twin_model[0].weight, before)
 
+    def test_a_pickle_after_a_copy_has_half_weights_and_state(self, half):
+        model, optimizer = trainable(torch.optim.Adam, half_dtype=half)
+        step(model, optimizer)
+        copy.deepcopy((model, optimizer))
+        pickled = pickle.loads(pickle.dumps(optimizer))
+        assert {each.dtype for each in pickled.param_groups[0]["params"]} == {half}
+        assert {state["exp_avg"].dtype for state in pickled.state.values()} == {half}
+
 
 class OwnWay(torch.optim.SGD):
     """Moves its parameters, and notes things in state and group, before it calls its closure."""
