@@ -86,6 +86,8 @@ def with_a_wrapper_inside(begins_beside_it: bool) -> list[object]:
         backward(loss, optimizer)
     backward(loss_of(model, second), optimizer)
     optimizer.step()
+    with pytest.raises(amp.UsageError, match=r"under DistributedDataParallel.join\(\)"), replica.join():
+        model(first)
     return [amp.step_was_skipped(optimizer), amp.get_loss_scale()]
 
 
