@@ -5,13 +5,10 @@ Owns the texts of this warning. Must change neither gradients nor scales.
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.utils.weak import TensorWeakRef
-
 from ampatch.errors import warn
 from ampatch.native import kernels
 from ampatch.scaling.loss_scaler import LossScaler
-from ampatch.scaling.optimizer_gradients import OptimizerGradients
+from ampatch.scaling.optimizer_gradients import GradientMark, OptimizerGradients
 from ampatch.tracing import is_capturing
 from ampatch.weights.optimizer_state import gradients_of
 
@@ -57,19 +54,11 @@ class MissingScale:
         self.warns, self.has_other_scale = warns, False
         self._gradients = gradients
         self._uses_by_hand = LossScaler.uses_by_hand
-        # One gradient from before amp, or of the last step, and its version.
-        self._known: tuple[TensorWeakRef, int] | None = None
+        self._known: GradientMark | None = None  # gradients from before amp, or of the last step
 
     def note_existing(self) -> None:
         """Notes that the gradients that are there now need no scale."""
-        self._note(self._first())
-
-    def _first(self) -> Tensor | None:
-        return next((each.grad for each in self._gradients.updated.model_parameters() if each.grad is not None), None)
-
-    def _note(self, grad: Tensor | None) -> None:
-        """Remembers one of the gradients that are there, which no block has made."""
-        self._known = None if grad is None else (TensorWeakRef(grad), grad._version)
+        self._known = GradientMark(self._gradients.updated)
 
     def look(self, before_closure: bool = False) -> None:
         """Warns once if the next step uses gradients that came from no block and no other scaler.
@@ -80,14 +69,14 @@ class MissingScale:
         gradients, optimizer = self._gradients, self._gradients.updated.optimizer()
         is_known = self.has_other_scale or is_judged(optimizer, self._uses_by_hand) or bool(gradients.verdicts.pending)
         self.has_other_scale, self._uses_by_hand = False, LossScaler.uses_by_hand
-        grad, last, self._known = self._first(), self._known, None
-        if grad is None or is_capturing():  # nothing can be read from the device
+        now, last, self._known = GradientMark(gradients.updated), self._known, None
+        if now.grad() is None or is_capturing():  # nothing can be read from the device
             return
-        is_known = is_known or (last is not None and last[0]() is grad and last[1] == grad._version)
+        is_known = is_known or now.is_still(last)
         if before_closure and not is_known:
             return
         grads = () if is_known else gradients_of(gradients.updated.model_parameters())
         if any(bool(kernels.values_of(each).any()) for each in grads):
             self.warns = False
             warn(NO_SCALE.format(f"this {type(optimizer).__name__} steps with gradients", self.scaled_backward))
-        self._note(grad)
+        self._known = now

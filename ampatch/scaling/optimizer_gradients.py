@@ -9,17 +9,18 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from ampatch.distributed import Ranks
 from ampatch.errors import UsageError
 from ampatch.half_types import HALVES
 from ampatch.native import kernels
-from ampatch.native.host_copy import on_device, stacked
+from ampatch.native.host_copy import on_device
 from ampatch.scaling import overflows
 from ampatch.scaling.overflows import NonFiniteGradient
 from ampatch.scaling.scale_use import ScaleUse, drop, drop_where
@@ -119,6 +120,33 @@ class UpdatedTensors:
         return overflows.non_finite_gradients(self.parameters(), lambda each: name_of(parameter_of(each)))
 
 
+class GradientMark:
+    """One of an optimizer's gradients at one moment, held weakly, to tell whether user code writes to it later.
+
+    Args:
+        updated: the tensors that the optimizer updates.
+
+    Attributes:
+        grad: returns the gradient; None if it is gone, or if there was none.
+    """
+
+    __slots__ = ("_version", "grad")
+
+    def __init__(self, updated: UpdatedTensors) -> None:
+        found = next((each.grad for each in updated.model_parameters() if each.grad is not None), None)
+        self.grad: Callable[[], Tensor | None] = _no_gradient if found is None else TensorWeakRef(found)
+        self._version = 0 if found is None else found._version
+
+    def is_still(self, earlier: GradientMark | None) -> bool:
+        """Returns True if there is a gradient, the same as earlier, and torch has counted no write to it since."""
+        grad = self.grad()
+        return grad is not None and earlier is not None and earlier.grad() is grad and earlier._version == self._version
+
+
+def _no_gradient() -> None:
+    """Returns None."""
+
+
 class Verdicts:
     """The overflow verdicts on an optimizer's gradients since its last step.
 
@@ -136,9 +164,12 @@ class Verdicts:
         self.pending: list[ScaleUse] = []
         self.dropped: deque[ScaleUse] = deque(maxlen=_MOST_DROPPED)
         self._updated, self._adopted, self._counts_non_finite = updated, adopted, counts_non_finite
+        self._left: GradientMark | None = None  # as amp has left them, if it may have zeroed them
 
     def add(self, scale_use: ScaleUse) -> None:
         """Remembers a use of a scale whose overflow skips the next step."""
+        if self.pending:
+            self._left = GradientMark(self._updated)
         # An optimizer without gradients can only skip for another's, and cannot see whether those are cleared.
         self.pending.append(scale_use if self._updated.have_gradients() else scale_use.confirmed(of_others=True))
         if len(self.pending) >= _MANY_PENDING:
@@ -149,21 +180,28 @@ class Verdicts:
     def zero_overflowed(self) -> None:
         """Zeroes the gradients after an overflow; each verdict counts from now on only if they were not zero before."""
         of_gradients = (each for each in self.pending if each.found_inf is not None and not each.is_of_others)
-        # All of them, since nothing is left of any block if the gradients are zero.
         judged = [each for each in of_gradients if not each.is_judged_elsewhere]
         if not judged:
             return
         grads = optimizer_state.gradients_of(self._updated.parameters())
         still = self.still_exist(judged[-1], grads)
-        drop_where(1 - still, judged)
-        revised = {each: each.only_where(still) for each in judged}
+        # All of them, since nothing is left of any block if the gradients are zero.
+        are_own = self.are_as_left()
+        unless_zero = [each for each in judged if not (each.is_confirmed and are_own)]
+        drop_where(1 - still, unless_zero)
+        revised = {each: each.only_where(still) for each in unless_zero}
         self.pending = [revised.get(each, each) for each in self.pending]
-        last = revised[judged[-1]]
+        last = revised.get(judged[-1], judged[-1])
         assert last.found_inf is not None
         if self._counts_non_finite and last.overflowed:
             last.non_finite = self._updated.non_finite()
         kernels.zero_after_overflow_(grads, last.found_inf)
         self._updated.masters.gradients.shown.note_masters()
+        self._left = GradientMark(self._updated)
+
+    def are_as_left(self) -> bool:
+        """Returns True if amp itself may have zeroed the gradients after an overflow, and user code has not since."""
+        return self._left is not None and GradientMark(self._updated).is_still(self._left)
 
     def still_exist(self, scale_use: ScaleUse, grads: Sequence[Tensor]) -> Tensor:
         """Returns 1 if any rank still has a gradient other than zero after a block that overflowed, else 0.
@@ -415,9 +453,11 @@ class OptimizerGradients:
         grads = optimizer_state.gradients_of(updated())
         device = grads[0].device if grads else torch.device("cpu")
         flag, squares = kernels.flag_and_squares(grads, device, factor=2.0**64)
-        found = [each.found_inf for each in self.verdicts.pending if each.found_inf is not None]
-        if found:  # of gradients that were not set to zero since
-            flag = torch.maximum(flag, on_device(stacked(found).amax(), device) * (squares != 0))
+        are_own = self.verdicts.are_as_left()
+        for each in self.verdicts.pending:
+            if each.found_inf is not None:  # of gradients that the user has not set to zero since
+                counts = (squares != 0) | (each.is_confirmed and are_own)
+                flag = torch.maximum(flag, on_device(each.found_inf, device) * counts)
         self.ranks.reduce_overflow_(flag, self.updated.model_parameters())
         return flag == 0
 

@@ -221,6 +221,25 @@ def test_overflow_is_forgotten_with_its_gradients(opt_level, set_to_none):
 
 
 @o1_and_o2
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("is_handed", [False, True])
+def test_overflow_counts_after_any_blocks_that_leave_the_gradients_zero(blocks, is_handed, opt_level):
+    run = Two(opt_level)
+    run.by_head(OVERFLOW)
+    for _ in range(blocks):
+        if is_handed:
+            run.by_head(0.0)
+        else:
+            run.by_encoder()
+    assert not amp.gradients_are_finite(run.of_head)
+    run.by_head(1.0 if is_handed else 0.0)
+    before = run.weights()
+    run.of_head.step()
+    assert amp.step_was_skipped(run.of_head)
+    assert torch.equal(run.weights(), before)
+
+
+@o1_and_o2
 def test_block_from_which_two_optimizers_step_is_one_clean_step(opt_level):
     run = Two(opt_level)
     for _ in range(3):
