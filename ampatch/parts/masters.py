@@ -101,7 +101,12 @@ class Masters(Part):
                     f"this {type(optimizer).__name__} updates float32 masters that belong to another optimizer. Hand "
                     "only one of the two to amp.initialize: the outer one, if one is wrapped around the other."
                 )
-        return MasterWeights(optimizer, self._conversion, self.settings.has_masters, self.shared.adopted.name_of)
+        adopted, key = self.shared.adopted, id(optimizer)
+
+        def take_in() -> None:
+            adopted.by_id[key].gradients.synchronise(weights_too=True)
+
+        return MasterWeights(optimizer, self._conversion, self.settings.has_masters, adopted.name_of, take_in)
 
     def temporary_for(self, optimizer: OptimizerLike) -> TemporaryMasters | None:
         """Returns the masters that an optimizer about to be adopted gets for each step; None if it gets none."""

@@ -35,6 +35,8 @@ class MasterWeights(ExchangedMasters):
             its parameter lives.
         wanted: True to make masters; if False, all methods are no-ops.
         name_of: function that returns the name of a model's parameter, for messages.
+        take_in: makes missing masters, and takes what user code has written to weights, and to gradients unless these
+            are scaled; called before methods of the optimizer's class, which may read both.
 
     Attributes:
         wanted: the argument ``wanted``.
@@ -44,10 +46,15 @@ class MasterWeights(ExchangedMasters):
     """
 
     def __init__(
-        self, optimizer: Any, conversion: Conversion, wanted: bool, name_of: Callable[[Tensor], str] = str
+        self,
+        optimizer: Any,
+        conversion: Conversion,
+        wanted: bool,
+        name_of: Callable[[Tensor], str],
+        take_in: Callable[[], object],
     ) -> None:
         super().__init__(optimizer, conversion, name_of)
-        self.wanted = wanted
+        self.wanted, self._take_in = wanted, take_in
         self._conversion = conversion
         self._pairs: dict[int, Pair] = {}  # by id of the half parameter
         self._masters: dict[int, nn.Parameter] = {}  # by the same ids
@@ -190,9 +197,7 @@ class MasterWeights(ExchangedMasters):
             self.values.write([*self._known.values()], [*self._masters.values()], stepped)
 
     def _prepare(self) -> None:
-        self.make_missing()
-        self.synchronise()
-        self.gradients.copy_edits()
+        self._take_in()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

@@ -467,6 +467,17 @@ class TestAccumulation:
             scaled_loss.backward()
         assert first_elements(masters(optimizer)) == [1]
 
+    @pytest.mark.parametrize("is_open", [False, True])
+    def test_scaled_gradients_stay_scaled_if_the_optimizer_loads_its_state(self, weight, optimizer, is_open):
+        with amp.scale_loss(weight.float().sum(), optimizer, delay_unscale=not is_open) as scaled_loss:
+            scaled_loss.backward()
+            if is_open:
+                optimizer.load_state_dict(optimizer.state_dict())
+        if not is_open:
+            optimizer.load_state_dict(optimizer.state_dict())
+            backward(weight.float().sum(), optimizer)
+        assert first_elements(masters(optimizer)) == [2 if is_open else 3]
+
     def test_gradients_stay_if_another_module_is_cleared(self, weight, optimizer):
         with amp.scale_loss(weight.float().sum(), optimizer) as scaled_loss:
             nn.Linear(1, 1).zero_grad(set_to_none=False)
