@@ -413,7 +413,8 @@ class LossScaler(_ScaleOnDevice):
 
         Args:
             grads: floating or complex tensors of any shape, dtype and device. None is skipped, sparse ones are
-                coalesced. All ranks must pass the same DTensors; then each rank sees an overflow on any rank.
+                coalesced. One that is there twice is unscaled once, as ``torch.autograd.grad`` may return one tensor
+                for two parameters. All ranks must pass the same DTensors; then each rank sees an overflow on any rank.
 
         Returns:
             0-dimensional float32: 1 if any element is inf or NaN, else 0; always 0 under a static scale. Reading it
@@ -665,10 +666,11 @@ def _load(name: str, scaler: LossScaler, state: ScaleState, *, was_static: bool,
 
 
 def _checked_gradients(grads: object) -> list[Tensor]:
+    """Returns the gradients that there are, each once; raises if one of them is none."""
     expected = "expected gradients, such as (p.grad for p in model.parameters())."
     if isinstance(grads, Tensor) or not isinstance(grads, Iterable):
         raise OptionError(f"found {_kind(grads)}; {expected}")
-    there = [grad for grad in grads if grad is not None]
+    there = list({id(grad): grad for grad in grads if grad is not None}.values())
     for grad in there:
         if not isinstance(grad, Tensor) or not (grad.is_floating_point() or grad.is_complex()):
             raise OptionError(f"found {_kind(grad)} among the gradients; {expected}")

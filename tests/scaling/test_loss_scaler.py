@@ -216,6 +216,16 @@ class TestScaler:
         assert (grads[0].tolist(), grads[2].item(), overflow.item()) == ([1.0, 0.5], 2.0, 0.0)
         assert embedding.weight.grad.to_dense().flatten().tolist() == [0, 2, 0, 1]
 
+    @pytest.mark.parametrize("loss_scale", ["dynamic", 8.0])
+    def test_one_gradient_of_two_parameters_is_unscaled_once(self, loss_scale):
+        scaler = LossScaler(loss_scale, init_scale=8.0)
+        first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+        loss = ((first + second) * torch.tensor([1.0, 2.0])).sum()
+        grads = torch.autograd.grad(scaler.scale(loss), [first, second])
+        assert grads[0] is grads[1]
+        scaler.unscale_(grads)
+        assert grads[0].tolist() == [1, 2]
+
     def test_unscale_tells_of_its_own_gradients_and_update_heeds_all_since_the_last(self):
         scaler = LossScaler(init_scale=8.0)
         first = scaler.unscale_([torch.tensor([math.nan])])
