@@ -103,9 +103,9 @@ class _WaitingGradients:
         """Waits for a backward pass from one of the losses; without any, the gradients are cleared at once."""
         self.gradients = [each.masters.gradients for each in gradients if not each.masters.gradients.are_clear()]
         if self.gradients:
-            self._hooks = [each.register_hook(self._clear_for_backward) for each in losses if each.requires_grad]
+            self._hooks = [each.register_hook(self.clear_for_backward) for each in losses if each.requires_grad]
         if not self._hooks:
-            self._clear_for_backward()
+            self.clear_for_backward()
 
     def stop(self) -> list[MasterGradients]:
         """Returns the gradients that still wait, and removes the hooks."""
@@ -115,7 +115,7 @@ class _WaitingGradients:
             hook.remove()
         return waiting
 
-    def _clear_for_backward(self, *_: object) -> None:
+    def clear_for_backward(self, *_: object) -> None:
         """Copies to the masters the half gradients that the user changed, and clears the half ones."""
         replicas = self._replicas
         with self._blocks.switch.suspended():
@@ -129,7 +129,7 @@ class _WaitingGradients:
                 replicas.note_existing()
 
     def _leave_to_wrapper(self, gradients: MasterGradients, replicas: ReplicasInBlock) -> None:
-        """Does what `_clear_for_backward` does, but leaves to DDP, scaled, what it has not reduced."""
+        """Does what `clear_for_backward` does, but leaves to DDP, scaled, what it has not reduced."""
         unreduced = replicas.unreduced()
         self._blocks.ranks.note_unreduced(gradients.leave_to_reduction(unreduced, self._scale_use.scale))
 
@@ -319,10 +319,16 @@ class ScaledBlock(Generic[_L]):
         self._tell_outer(ends=False)
 
     def _tell_outer(self, *, ends: bool) -> None:
-        """Has the blocks around this one unscale what they have added to its gradients, and begin anew with these."""
+        """Has the blocks around this one unscale what they have added to others' gradients, and begin anew with these.
+
+        This block may add to any of these as well, and takes those that are there for unscaled ones. It may also add to
+        those of the blocks around it, before their own backward passes begin.
+        """
         for block in tuple(self._blocks.open):
+            if ends and block._waiting is not None and block._gradients[0].is_of_this_thread:
+                block._waiting.clear_for_backward()
             for each in block.beside:
-                if each.gradients in self._gradients and each.gradients.is_of_this_thread:
+                if each.gradients.is_of_this_thread:
                     if ends:
                         each.end(block.scale_use)
                     each.begin()

@@ -134,9 +134,23 @@ def in_both_blocks(run: Two) -> None:
     run.step()
 
 
+def inside_a_block_with_gradients(run: Two) -> None:
+    """The inner block adds to gradients of the outer one, before the backward pass of that begins."""
+    run.by_encoder()
+    loss = run.encoder(X).float().square().mean()
+    if run.with_amp:
+        with amp.scale_loss(loss, run.of_encoder) as scaled_loss:
+            run.by_head()
+            scaled_loss.backward()
+    else:
+        run.by_head()
+        loss.backward()
+    run.step()
+
+
 SCRIPTS = [
     *(one_after_the_other, both_from_one, after_its_own, critic, critic_with_zeros, zeros_each_time, clipped),
-    *(clipped_by_torch, within_a_block, in_both_blocks),
+    *(clipped_by_torch, within_a_block, in_both_blocks, inside_a_block_with_gradients),
 ]
 
 
@@ -218,6 +232,30 @@ def test_overflow_is_forgotten_with_its_gradients(opt_level, set_to_none):
     run.step()
     assert not amp.step_was_skipped(run.of_encoder)
     assert amp.get_loss_scale() == 512
+
+
+@o1_and_o2
+@pytest.mark.parametrize("is_inner_first", [False, True])
+@pytest.mark.parametrize("reaches", [False, True])
+def test_nested_blocks_that_reach_a_third_optimizer_leave_its_gradients_or_are_refused(
+    reaches, is_inner_first, opt_level
+):
+    model = nn.ParameterList([torch.ones(2) for _ in range(3)])
+    each_of = [SGD([parameter]) for parameter in model]
+    initialize(model, each_of, opt_level=opt_level, half_dtype="float16", init_scale=1024.0)
+    with amp.scale_loss((model[0] + model[2]).float().sum(), each_of[0]) as outer:
+        if not is_inner_first:
+            outer.backward()
+        optimizers.backward((model[1] + model[2] * reaches).float().sum(), each_of[1])
+        if is_inner_first:
+            outer.backward()
+    if reaches and is_inner_first:
+        with pytest.raises(UsageError, match="sums of unscaled ones and scaled ones"):
+            each_of[2].step()
+        return
+    assert [parameter.grad.tolist() for parameter in model] == [[1, 1], [1, 1], [1 + reaches, 1 + reaches]]
+    (master,) = amp.master_params(each_of[2])
+    assert master.grad.tolist() == [1 + reaches, 1 + reaches]
 
 
 @o1_and_o2
