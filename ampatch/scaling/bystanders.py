@@ -21,6 +21,11 @@ from ampatch.scaling.unscaling import Unscaling, without_masters
 from ampatch.weights.untracked_writes import is_since, moment_of
 
 
+def leaves_of(loss: object) -> Collection[int]:
+    """Returns the ids of the leaves that a loss, or nested lists, tuples and dicts of losses lead to."""
+    return leaves_among(nodes_of(each.grad_fn for each in tensors_in(loss) if each.grad_fn is not None)).keys()
+
+
 def reached(others: Iterable[OptimizerGradients], loss: object) -> list[OptimizerGradients]:
     """Returns those among other optimizers that a loss leads to, and that have gradients which no step has used.
 
@@ -35,7 +40,7 @@ def reached(others: Iterable[OptimizerGradients], loss: object) -> list[Optimize
     ]
     if not concerned or (distributed.has_other_ranks() and concerned[0].ranks.has_wrappers):
         return []  # other ranks, whose losses may lead elsewhere, have to take in the same
-    leaves = leaves_among(nodes_of(each.grad_fn for each in tensors_in(loss) if each.grad_fn is not None))
+    leaves = leaves_of(loss)
     return [each for each in concerned if any(id(own) in leaves for own in each.updated.model_parameters())]
 
 

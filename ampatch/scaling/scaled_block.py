@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ampatch.distributed import Ranks, ReplicasInBlock
 from ampatch.errors import UsageError, warn
 from ampatch.patching.weight_cache import WeightCache
-from ampatch.scaling.bystanders import Bystander, reached
+from ampatch.scaling.bystanders import Bystander, leaves_of, reached
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import AdoptedOptimizer
@@ -369,11 +369,15 @@ class ScaledBlock(Generic[_L]):
             losses: the scaled losses that take hooks.
 
         Raises:
-            UsageError: existing gradients are scaled by another scale, or by a block around this one.
+            UsageError: existing gradients are scaled by another scale, or by a block around this one; or the backward
+                pass would add gradients of another scale to those of such a block.
         """
         for each in self._gradients:
             self._check_may_follow(each)
             self._check_may_widen(each)
+        around = [block for block in self._blocks.open if block._gradients[0].is_of_this_thread]
+        if around and not self.scale_use.is_one:
+            self._check_may_be_inside(around, leaves_of(losses))
         unscaled = [each for each in self._gradients if each.scaled_by is None]
         # Another optimizer may have scaled the gradient of a shared parameter already.
         ready = (each.updated.parameters() for each in self._gradients if each.scaled_by is not None)
@@ -419,6 +423,26 @@ class ScaledBlock(Generic[_L]):
                 f"by loss scaler {self.scale_use.scaler_id} at {float(self.scale_use.scale):g}. Leave out "
                 "delay_unscale=True in the previous amp.scale_loss."
             )
+
+    def _check_may_be_inside(self, around: Sequence[ScaledBlock[Any]], leaves: Collection[int]) -> None:
+        """Raises if the backward pass reaches gradients of other blocks, and this one or another scale changes them.
+
+        Args:
+            around: the blocks around this one.
+            leaves: ids of the tensors that it reaches.
+        """
+        own = set(map(id, self._unscaling.model_parameters()))
+        scale = self.scale_use
+        for block in around:
+            reached = {id(each) for each in block._unscaling.model_parameters()}.intersection(leaves)
+            outer = block.scale_use
+            if reached and (not reached.isdisjoint(own) or float(outer.scale) != float(scale.scale)):
+                raise UsageError(
+                    f"this amp.scale_loss stands inside another one, and its backward pass reaches gradients that loss "
+                    f"scaler {outer.scaler_id} multiplies there by {float(outer.scale):g}. Loss scaler "
+                    f"{scale.scaler_id} would add some multiplied by {float(scale.scale):g}, or unscale these too. End "
+                    "the outer block first."
+                )
 
     def _check_may_widen(self, gradients: OptimizerGradients) -> None:
         """Raises if scaling would make half gradients float32 that DDP adds to: it expects its parameters' dtype."""

@@ -259,6 +259,44 @@ def test_nested_blocks_that_reach_a_third_optimizer_leave_its_gradients_or_are_r
 
 
 @o1_and_o2
+@pytest.mark.parametrize("reaches", [False, True])
+def test_nested_block_that_adds_to_gradients_of_another_scale_is_refused(reaches, opt_level):
+    model = nn.ParameterList([torch.ones(2) for _ in range(2)])
+    each_of = [SGD([parameter]) for parameter in model]
+    initialize(model, each_of, opt_level=opt_level, half_dtype="float16", num_losses=2)
+    scales = {"loss_scaler0": 64.0, "loss_scaler1": 8.0}
+    amp.load_state_dict({name: {"loss_scale": scale, "unskipped": 0} for name, scale in scales.items()})
+    with amp.scale_loss(model[0].float().sum(), each_of[0]) as outer:
+        loss = (model[1] + model[0] if reaches else model[1]).float().sum()
+        inner = amp.scale_loss(loss, each_of[1], loss_id=1)
+        if reaches:
+            with pytest.raises(UsageError, match="multiplies there by 64"):
+                inner.__enter__()
+        else:
+            with inner as scaled_loss:
+                scaled_loss.backward()
+        outer.backward()
+    assert model[0].grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("reaches", [False, True])
+def test_nested_block_that_would_unscale_a_shared_gradient_of_the_outer_one_is_refused(reaches):
+    model = nn.ParameterList([torch.ones(2) for _ in range(3)])
+    each_of = [SGD([parameter, model[2]]) for parameter in model[:2]]
+    initialize(model, each_of, init_scale=64.0)
+    with amp.scale_loss(model[2].sum(), each_of[0]) as outer:
+        inner = amp.scale_loss((model[1] + model[2]).sum() if reaches else model[1].sum(), each_of[1])
+        if reaches:
+            with pytest.raises(UsageError, match="stands inside another one"):
+                inner.__enter__()
+        else:
+            with inner as scaled_loss:
+                scaled_loss.backward()
+        outer.backward()
+    assert model[2].grad.tolist() == [1, 1]
+
+
+@o1_and_o2
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("is_handed", [False, True])
 def test_overflow_counts_after_any_blocks_that_leave_the_gradients_zero(blocks, is_handed, opt_level):
