@@ -84,7 +84,7 @@ class Blocks:
 
 
 class _WaitingGradients:
-    """Half gradients with masters, which are cleared when the backward pass of a block begins.
+    """Half gradients with masters, which are cleared when the backward pass of a block begins, or a block inside it.
 
     Until then the user may change or clear them.
 
