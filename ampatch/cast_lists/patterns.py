@@ -98,8 +98,7 @@ def unmatched_reason(pattern: Path) -> str | None:
     if functions(pattern):
         return None
     sources = dict(_unloaded(pattern.namespace))
-    name = re.compile(rf"\b{_as_regex(pattern.name)}\b")
-    if any(text is None or name.search(text) for text in sources.values()):
+    if any(text is None or _has_word(text, pattern.name) for text in sources.values()):
         return None
     owners = dict(_owners(pattern.namespace))
     if not owners and not sources:
@@ -245,8 +244,5 @@ def _text(file: FilePath) -> str | None:
         return None
 
 
-def _as_regex(name: str) -> str:
-    """Returns a pattern of names as a regular expression that matches within a word."""
-    signs = {"*": r"\w*", "?": r"\w"}
-    parts = re.findall(r"\[[^\]]*\]|.", name.replace("[!", "[^"))
-    return "".join(signs.get(part) or (part if part.startswith("[") else re.escape(part)) for part in parts)
+def _has_word(text: str, pattern: str) -> bool:
+    return any(fnmatchcase(word, pattern) for word in set(re.findall(r"\w+", text)))

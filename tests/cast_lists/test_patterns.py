@@ -198,6 +198,7 @@ class TestFaults:
         ("namespace", "entry", "expected"),
         [
             ("torch.nn.*", "softmaxx", "'torch.nn.*' has no function 'softmaxx'. Did you mean 'softmax'"),
+            ("torch.nn.*", "soft[max", "'torch.nn.*' has no function 'soft[max'. Did you mean 'softmax'"),
             ("torch.nnn.*", "softmax", "'torch' has no 'nnn'. Did you mean 'nn'"),
             ("torch.nn.func?", "softmax", "no module or class matches 'torch.nn.func?'."),
             ("no_such_package.*", "nms", "there is no module 'no_such_package' (is it installed?)."),
