@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+import types
 from dataclasses import dataclass
 
 from ampatch.errors import AmpError, did_you_mean
@@ -106,11 +107,13 @@ def is_fixed(kind: type) -> bool:
 def identity(path: Path) -> object:
     """Returns the object that all paths of a function share: the function, or the path if it cannot be looked up.
 
-    A function that is not imported, does not exist or is not hashable is identified by its path. Compare results with
-    ``is``, or use `function_key`: ``torch.spmm == torch.mm`` is True, but a patch of one does not reach the other.
+    A function that is not imported, does not exist or is not hashable is identified by its path. So is a class method,
+    which each look-up binds anew. Compare results with ``is``, or use `function_key`: ``torch.spmm == torch.mm`` is
+    True, but a patch of one does not reach the other.
     """
     function = find_or(path)
-    return path if function is None or function.__hash__ is None else function
+    is_bound_anew = isinstance(function, types.MethodType) and find_or(path) is not function
+    return path if function is None or function.__hash__ is None or is_bound_anew else function
 
 
 def function_key(path: Path) -> Path | int:

@@ -153,6 +153,22 @@ class TestNamesOfOneFunction:
         assert treatment(lists, "torch.of_mine") == ["promote", "promote"]
         assert treatment(lists, "torch.of_mine_too") == ["blacklist", "blacklist"]
 
+    def test_class_methods_are_told_apart_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class One(torch.autograd.Function): ...
+
+        class Other(torch.autograd.Function): ...
+
+        package = ModuleType("of_functions")
+        package.One, package.Other = One, Other  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "of_functions", package)
+        both = {"of_functions.One": ["apply"], "of_functions.Other": ["apply"]}
+
+        # Each look-up of `apply` binds a new method, at the address of an earlier one.
+        for _ in range(20):
+            lists = shipped().overlaid([{"whitelist": both}, {"blacklist": {"of_functions.One": ["apply"]}}])
+            assert treatment(lists, "of_functions.One.apply") == ["blacklist", "blacklist"]
+            assert treatment(lists, "of_functions.Other.apply") == ["whitelist", "whitelist"]
+
     @pytest.mark.parametrize("target", ["blacklist", "unlisted"])
     def test_names_of_one_function_are_recognised_under_casts(self, target: str) -> None:
         mapping = {target: {"torch": ["conv2d"]}}
