@@ -239,7 +239,11 @@ class Lists {
     const Tensor flat = torch::stable::contiguous(tensor);  // the tensor itself if it is contiguous
     copies_.push_back(flat);
     if (is_written && flat.data_ptr() != tensor.data_ptr()) {
-      written_.emplace_back(tensor, flat);
+      // A tensor of its own on that memory: torch counts a copy to the given one, and writes are counted by the caller.
+      written_.emplace_back(
+          torch::stable::from_blob(
+              tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.device(), tensor.scalar_type()),
+          flat);
     }
     return flat.data_ptr();
   }

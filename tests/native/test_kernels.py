@@ -496,7 +496,7 @@ def test_tensors_that_are_written_to_and_no_others_count_the_write(subtests):
     """Autograd and the cache of casts see by the count that a tensor changed."""
     wide, halves = [torch.ones(3), torch.ones(6)[::2]], [torch.ones(3).half(), torch.ones(6).half()[::2]]
     both, factor, flag = [*wide, *halves], scalar(0.5), scalar(0.0)
-    total = torch.zeros((), dtype=torch.float64)
+    total, prints = torch.zeros((), dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     fulls = [torch.ones(3), torch.ones(2, 3).t()]
     brains, shorts = (
         [torch.empty_like(each, dtype=dtype) for each in fulls] for dtype in (torch.bfloat16, torch.int16)
@@ -519,6 +519,7 @@ def test_tensors_that_are_written_to_and_no_others_count_the_write(subtests):
         ("add and back", lambda: kernels.unscale_add(halves, wide, factor, flag, True), both, [factor]),
         ("norm", lambda: kernels.found_inf_norm(both, factor, flag, total), [], [*both, factor]),
         ("copy_to_half", lambda: kernels.copy_to_half(wide, halves), halves, wide),
+        ("edits", lambda: kernels.copy_edits(halves, wide, prints, prints + 1, of_gradients=False), [], both),
         ("split", lambda: kernels.split(fulls, brains, shorts), [*brains, *shorts], fulls),
         ("join", lambda: kernels.join(brains, shorts, fulls), fulls, [*brains, *shorts]),
         ("round", lambda: kernels.round_stochastically(fulls, brains, [1, 2]), brains, fulls),
