@@ -6,7 +6,7 @@ Owns the sentences that report them to the user. Must never change a list or tor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,14 +68,9 @@ def difference(live: CastLists, asked: CastLists) -> list[str]:
         everywhere = len(by_dtype) == len(HALF_DTYPES) and len(set(by_dtype.values())) == 1
         for name, how in by_dtype.items():
             told[f"{path} {how}" if everywhere else f"{path} {how} in {name}"] = None
-    told.update(dict.fromkeys(_differing_modules(live, asked)))
+    if live.modules != asked.modules:  # their order counts, as the last one decides
+        told[f"modules has {_entries(live)} (this call: {_entries(asked)})"] = None
     return _first(list(told))
-
-
-def _differing_modules(live: CastLists, asked: CastLists) -> Iterator[str]:
-    """Yields how the entries for parts of a model differ; their order counts, as the last one decides."""
-    if live.modules != asked.modules:
-        yield f"modules has {_entries(live)} (this call: {_entries(asked)})"
 
 
 def _entries(lists: CastLists) -> str:

@@ -19,7 +19,7 @@ from ampatch.cast_lists import list_edits, patterns
 from ampatch.cast_lists.coverage import Coverage, reason_of
 from ampatch.cast_lists.list_edits import options_of
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, find_or, function_key, identity, is_importable
+from ampatch.cast_lists.paths import Path, find_or, function_key, is_importable
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, typed_options
 from ampatch.cast_lists.spellings import NAMESPACES, method_of_operator
 from ampatch.errors import OptionError, did_you_mean, one_line
@@ -124,11 +124,8 @@ def _goes_by(path: Path, name: str) -> bool:
 
 def _same_function(name: str, listed: Sequence[Path]) -> set[Path]:
     """Returns the listed paths of the function at ``name``, which is another path of it."""
-    namespace, _, attribute = name.rpartition(".")
-    if not namespace or not attribute:
-        return set()
-    function = identity(Path(namespace, attribute))
-    return {path for path in listed if identity(path) is function}
+    function = function_key(Path.of(name))
+    return {path for path in listed if function_key(path) == function}
 
 
 def _unlisted(name: str, listed: Sequence[Path]) -> str:

@@ -65,9 +65,7 @@ def covers_by_name(pattern: Path, path: Path) -> bool:
 
     Looks up nothing, so the answer is the same whichever modules are loaded. `functions` says what a pattern matches.
     """
-    if not _matches(path.namespace, pattern.namespace):
-        return False
-    return pattern.name == path.name or bool(_names([path.name], pattern.name))
+    return _matches(path.namespace, pattern.namespace) and bool(_names([path.name], pattern.name))
 
 
 def may_share(one: Path, other: Path) -> bool:

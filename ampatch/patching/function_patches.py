@@ -34,7 +34,7 @@ from ampatch.native.calls import Accelerator
 from ampatch.patching import beside_half_weights, thread_rules
 from ampatch.patching.adapters import UNCHANGED, Adapter, Adapters, Function, InHalf, is_looked_up
 from ampatch.patching.container_functions import replace_in_containers
-from ampatch.patching.function_places import swept_modules
+from ampatch.patching.function_places import bound_methods, swept_modules
 from ampatch.patching.thread_rules import Token
 from ampatch.patching.wrappers import FunctionInHalf, HalfModelFunction, PatchedFunction, Reason, overridable
 from ampatch.switch import Switch, is_in_half
@@ -110,10 +110,11 @@ class Wrappers:
         """Returns the original of a wrapper of this session, and any other object unchanged."""
         return unwrapped(function) if self._installed.get(id(function)) is function else function
 
-    def rebind(self, owners: Iterable[object]) -> None:
+    def rebind(self, owners: Collection[object]) -> None:
         """Binds names in ``owners`` that still hold an original to its wrapper.
 
-        Does the same for names that still hold a wrapper of an earlier session; without a rule they get the original.
+        Does the same for names that still hold a wrapper of an earlier session; without a rule they get the original. A
+        method that was bound earlier, as in ``relu = Relu.apply``, is bound again.
         """
         kept = {key: wrapper for key, wrapper in list(_alive.items()) if key not in self._installed}
         wanted = {key: wrapper.original for key, wrapper in (self._of_methods | self._of_functions).items()}
@@ -126,6 +127,11 @@ class Wrappers:
                     setattr(owner, name, original)
                 if wrapper is not None:
                     self._ledger.set(owner, name, wrapper)
+        for owner, name, method in bound_methods(owners, self._of_methods):
+            with contextlib.suppress(AttributeError, RefusedError):
+                bound = getattr(method.__self__, method.__name__)
+                if bound.__func__ is not method.__func__:
+                    self._ledger.set(owner, name, bound)
 
     def rebind_model(self, model: nn.Module) -> None:
         """Rebinds the names in a model's modules, and functions in their containers, partials and traced graphs.

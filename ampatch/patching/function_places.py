@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampatch.function_wrapper import FunctionWrapper
+from ampatch.function_wrapper import FunctionWrapper, unwrapped
 from ampatch.ledger import bindings, loaded_modules
 from ampatch.patching.container_functions import OPENED
 from ampatch.torch_private.operators import NN
@@ -28,6 +28,19 @@ def swept_modules() -> list[types.ModuleType]:
     # Names in torch's own modules stay as they are, except in torch.functional, where users call functions too, and in
     # torch._C._nn, under whose names torch compares what `__torch_function__` is asked about.
     return [torch.functional, NN, *loaded_modules("torch", "ampatch")]
+
+
+def bound_methods(owners: Iterable[object], wanted: Container[int]) -> Iterator[tuple[object, str, types.MethodType]]:
+    """Yields the places where modules hold a method that was bound to its class or object, as in ``relu = Relu.apply``.
+
+    Args:
+        owners: Python modules, or modules of a model.
+        wanted: ids of the functions behind the methods, without amp.
+    """
+    for owner in owners:
+        for name, held in object.__getattribute__(owner, "__dict__").copy().items():
+            if type(held) is types.MethodType and id(unwrapped(held.__func__)) in wanted:
+                yield owner, name, held
 
 
 class Kind(enum.Enum):
@@ -81,12 +94,10 @@ def places(wanted: Mapping[int, object]) -> list[Place]:
 
 def _places(wanted: Mapping[int, object]) -> Iterator[Place]:
     swept = swept_modules()
-    for owner, name, held in bindings(swept, wanted):
-        yield Place(Kind.MODULE, owner, name, held)
+    yield from (Place(Kind.MODULE, *found) for found in bindings(swept, wanted))
     yield from _in_containers(Kind.CONTAINER, swept[2:], wanted)
     models = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and _has_attributes(each)]
-    for owner, name, held in bindings(models, wanted):
-        yield Place(Kind.MODEL, owner, name, held)
+    yield from (Place(Kind.MODEL, *found) for found in bindings(models, wanted))
     yield from _in_containers(Kind.MODEL_CONTAINER, models, wanted)
     yield from _in_classes(wanted)
     yield from captures(wanted)

@@ -549,6 +549,37 @@ class TestRegistrations:
         assert torch.equal(weight.grad, torch.full_like(weight, 2))
         assert "apply" not in vars(Double)
 
+    def test_methods_that_were_bound_before_are_bound_again(self, monkeypatch: pytest.MonkeyPatch):
+        """`relu = Relu.apply` is how torch's documentation names an autograd function."""
+
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: object, value: Tensor) -> Tensor:
+                seen.append(value.dtype)
+                return value * 2
+
+        class Other(torch.autograd.Function):
+            forward = staticmethod(Double.forward)
+
+        class Calls(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.double = Double.apply
+
+        seen: list[torch.dtype] = []
+        bound, others, model = Double.apply, Other.apply, Calls()
+        package = types.ModuleType("of_functions")
+        package.double, package.other = bound, others  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "of_functions", package)
+        amp.register_half_function(Double, "apply")
+        for _ in range(2):
+            amp.initialize(model, opt_level="O1", half_dtype="bfloat16", verbosity=0)
+            for function in (package.double, model.double, package.other):
+                function(x())
+            amp.deinitialize()
+            assert (package.double, model.double, package.other) == (bound, bound, others)
+        assert seen == 2 * [torch.bfloat16, torch.bfloat16, torch.float32]
+
     def test_registrations_take_precedence_over_the_lists(self):
         amp.register_float_function(torch, "mm")
         amp.register_float_function(torch.Tensor, "matmul")
