@@ -404,6 +404,18 @@ class TestModels:
         model = Around(lambda self, x: checkpoint(lambda h: Amplified.apply(self.last(h), 1e9), x, use_reentrant=True))
         assert told_of(model).function == "Amplified"
 
+    def test_a_weight_may_get_the_gradient_of_the_output(self) -> None:
+        class Offsets(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(8, 8)
+                self.offsets = nn.Parameter(torch.zeros(16, 8))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(100 * x) + self.offsets
+
+        trace = told_of(Offsets(), init_scale=2.0**16, loss_of=lambda output: (0.5 * output).sum())
+        assert (trace.direction, trace.function) == ("backward", "torch.nn.functional.linear")
+
     def test_an_output_may_lead_to_another(self) -> None:
         class Returning(Around):
             def forward(self, x: Tensor) -> Any:

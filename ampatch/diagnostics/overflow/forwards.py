@@ -207,7 +207,9 @@ def _note(reference: weakref.ref[NotedForward], place: int, number: int, gradien
     # The graph, which a loss may keep for long, keeps no arguments and gradients.
     noted, gradient = reference(), gradients[number]
     if noted is not None and gradient is not None and not is_batched(gradient):
-        noted.arrived.setdefault(current_graph_task_id(), {})[place] = gradient.detach()
+        # Not of another tensor with its memory: a leaf may get this very gradient, which a reference has autograd copy.
+        without_graph = gradient.detach() if gradient.requires_grad else gradient
+        noted.arrived.setdefault(current_graph_task_id(), {})[place] = without_graph
 
 
 class SecondRun:
