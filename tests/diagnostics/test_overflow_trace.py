@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import together
+from helpers import assert_same_bits, together
 from optimizers import SGD, backward
 from planted_overflows import Amplified, traced, watch_each_step
 from torch import nn
 
 from ampatch import GradScaler, amp
+from ampatch.diagnostics.overflow import causes
+from ampatch.diagnostics.recorder.records import has_half
+from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.runtime import runtime
 
 
@@ -511,6 +514,18 @@ class TestSideEffects:
             torch.set_default_device("cpu")
         finally:
             torch.set_default_device(None)
+
+    def test_an_operator_that_runs_again_in_float32_leaves_running_statistics(self):
+        norm = nn.BatchNorm1d(8)
+        nn.init.constant_(norm.weight, 1e6)
+        watch = Watch(keep=has_half)
+        with watch:
+            norm(torch.randn(16, 8, dtype=torch.float16)).sum().backward()
+        watch.read()
+        before = norm.running_mean.clone()
+        (op,) = (op for op in watch.ops if not op.is_backward and "norm" in op.op_name)
+        assert causes.in_float32(op) > 65504
+        assert_same_bits(norm.running_mean, before)
 
     def test_amp_is_off_after_a_warning_that_is_an_error(self):
         with warnings.catch_warnings():

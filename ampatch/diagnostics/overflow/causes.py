@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampatch.diagnostics.recorder.operands import floating_in, with_types
 from ampatch.diagnostics.recorder.records import Values, WatchedOp
 from ampatch.diagnostics.recorder.watch import run_again
 from ampatch.half_types import HALVES
-from ampatch.torch_private.operators import CAST
+from ampatch.torch_private.operators import CAST, tree_map_only
 
 #: Masks are made of numbers that are greater than this; torch.finfo(torch.float32).min is 3.4e38.
 _MASKED = 1e30
@@ -89,6 +90,7 @@ def in_float32(op: WatchedOp) -> float | None:
         norm = torch.ops.aten.linalg_vector_norm.default
         return [float(norm(each, math.inf)) for each in floating_in(op.op(*args, **kwargs))]
 
-    # None for an operator of half tensors only.
-    largest = run_again(run, *with_types(kept, dict.fromkeys(HALVES, torch.float32))) or []
+    # Copies: batch norm writes to its running statistics, of which its schema says nothing.
+    copies = with_types(tree_map_only(Tensor, Tensor.clone, kept), dict.fromkeys(HALVES, torch.float32))
+    largest = run_again(run, *copies) or []  # None for an operator of half tensors only
     return math.nan if any(map(math.isnan, largest)) else max(largest, default=None)
