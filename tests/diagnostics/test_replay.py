@@ -129,6 +129,24 @@ class TestReplay:
         assert "The same step at each level" in str(replay)
         json.dumps(replay.to_dict(), allow_nan=False)
 
+    def test_a_buffer_of_several_modules_is_that_of_the_run(self) -> None:
+        class Shares(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+                factor = torch.ones(())
+                self.first.register_buffer("factor", factor)
+                self.second.register_buffer("factor", factor)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.second(self.first(x)) * self.second.factor
+
+        model = Shares()
+        model.first.factor.fill_(1e6)
+        saving(model, torch.randn(8, 4))
+        amp.deinitialize()
+        assert amp.replay("step.pt", Shares()).is_same
+
     def test_a_replay_has_the_cast_lists_of_the_run(self, net: Any) -> None:
         saved_step(net(), cast_lists={"blacklist": {"torch": ["softmax"]}}, init_scale=2.0**20)
         replay = amp.replay("step.pt", net(), levels="O2")

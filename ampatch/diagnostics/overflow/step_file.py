@@ -181,7 +181,7 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
         "parameters": {name: whole.get(name, each.detach()) for name, each in model.named_parameters()},
-        "buffers": dict(model.named_buffers()),
+        "buffers": dict(model.named_buffers(remove_duplicate=False)),
         "frozen": [name for name, each in model.named_parameters() if not each.requires_grad],
         "in_eval": [name for name, each in model.named_modules() if not each.training],
     }
