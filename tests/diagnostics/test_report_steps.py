@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -306,6 +307,14 @@ class TestUnderflow:
                 alone.add([(name, gradient)])
                 assert exponents.read()[name] == alone.read()[name]
                 assert alone.read()[name].elements == 2 * gradient.numel()
+
+    def test_gradients_whose_sizes_change_keep_no_more_memory(self):
+        exponents = GradientExponents()
+        for size in range(1, 200):  # as those of a sparse embedding
+            exponents.add([("weight", torch.ones(size, 4))])
+        held = [each for each in gc.get_objects() if type(each) is Tensor and each.dtype == torch.int64]
+        assert len(held) < 50
+        assert exponents.read()["weight"].elements == 4 * sum(range(1, 200))
 
     @pytest.mark.parametrize(
         ("by_exponent", "scale", "best"),

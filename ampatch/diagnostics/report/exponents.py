@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ _BINS = _HIGHEST - _LOWEST + 3
 _CHUNK = 2**24
 #: Gradients with more elements are counted one by one: there, adding to a few counts would take turns on a GPU.
 _SMALL = 2**14
+#: Groups of small gradients whose places in a table are kept: more than most steps have.
+_KEPT = 16
 #: Scales to each side of the present one.
 _NEIGHBOURS = 4
 
@@ -141,7 +144,8 @@ class GradientExponents:
         self.seen = 0
         # By the names of the parameters and their device, a row for each: steps usually have the same parameters.
         self._tables: dict[tuple[tuple[str, ...], torch.device], Tensor] = {}
-        self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        # Only some are kept: sparse gradients have other sizes in each step.
+        self._rows = lru_cache(_KEPT)(_rows)
 
     def add(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Counts gradients, without a sync. Those of a step in which one is inf or NaN are left out.
@@ -185,12 +189,7 @@ class GradientExponents:
         return table
 
     def _count_together(self, table: Tensor, gradients: list[Tensor], places: list[int]) -> None:
-        sizes = tuple(gradients[place].numel() for place in places)
-        key = (*places, *sizes), table.device
-        rows = self._rows.get(key)
-        if rows is None:  # once, as it copies from the host
-            sizes_there, starts = (torch.tensor(each, device="cpu") for each in (sizes, places))
-            rows = self._rows[key] = torch.repeat_interleave(starts * _BINS, sizes_there).to(table.device)
+        rows = self._rows(tuple(places), tuple(gradients[place].numel() for place in places), table.device)
         bins = _bins(torch.cat([gradients[place].flatten() for place in places])) + rows
         ones = torch.ones((), dtype=table.dtype, device=table.device).expand(len(bins))
         table.view(-1).scatter_add_(0, bins, ones)
@@ -260,6 +259,12 @@ def _counted_on_host(values: Tensor) -> Tensor:
     if counts[0] != by_bits[0]:  # there are subnormal values
         counts += _histogram(values[(bits == 0) & (values != 0)])
     return counts
+
+
+def _rows(places: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns where the row of each element of some gradients begins in a table; copies from the host."""
+    starts, lengths = (torch.tensor(each, device="cpu") for each in (places, sizes))
+    return torch.repeat_interleave(starts * _BINS, lengths).to(device)
 
 
 def _bins(values: Tensor) -> Tensor:
