@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import together
-from optimizers import backward
+from optimizers import SGD, backward
 from planted_overflows import with_gradient
 from sample_reports import NUMBERS, full, small, step
 from torch import Tensor, nn
@@ -463,6 +463,15 @@ class TestAdvice:
         assert told in advised(before, "weights cast again")
         assert advised(after, "weights cast again") == ""
         assert after["totals"]["cast_bytes"] < before["totals"]["cast_bytes"]
+
+    def test_weights_of_backward_passes_without_a_step_are_not_frozen(self) -> None:
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model, optimizer = amp.initialize(model, SGD(model.parameters()), half_dtype="float16", verbosity=0)
+        with amp.report() as watched:
+            for _ in range(3):
+                with amp.scale_loss(mean_square(model(torch.randn(8, 8))), optimizer) as scaled:
+                    scaled.backward()
+        assert advised(watched.to_dict(), "weights cast again") == ""
 
     def test_a_cast_that_is_undone_is_left_out(self) -> None:
         before = trained(Between(lambda x: x.float()), torch.randn(8, 8), mean_square)

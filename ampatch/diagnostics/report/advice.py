@@ -161,7 +161,8 @@ def _all_zero(data: _Row) -> _Advice:
 
 def _weights_cast_again(data: _Row) -> _Advice:
     """Finds weights that were cast at each of several forward passes, as happens without gradients."""
-    if not _patches(data) or data["steps"] or data["totals"]["cache_hits"] or not data["totals"]["casts"]:
+    has_trained = data["steps"] or data["underflow"]  # a block may have gradients, and no step
+    if not _patches(data) or has_trained or data["totals"]["cache_hits"] or not data["totals"]["casts"]:
         return
     layers = [row for row in data["modules"] if row["class"] in _LAYERS and row["weight_bytes"].get("float32")]
     again = [row for row in layers if _calls(row) > 1 and not row["out"].keys().isdisjoint(HALF_DTYPES)]
