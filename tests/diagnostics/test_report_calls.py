@@ -479,6 +479,21 @@ class TestModules:
         assert found[""]["in"] == {"float32": 1}
         assert found[""]["weight_bytes"] == {"float32": 72 * 4}
 
+    def test_a_shared_weight_counts_once(self) -> None:
+        found = modules(recorded(lambda: Network()(torch.ones(2, 5, 6))))
+        assert found["last"]["weight_bytes"] == {"float32": (16 * 16 + 16) * 4}
+        assert found["tied"]["weight_bytes"] == {"float32": 16 * 4}
+
+    def test_weights_have_their_types_after_amp_was_set_up_in_the_block(self) -> None:
+        model = nn.Linear(8, 8)
+
+        def run() -> None:
+            model(torch.ones(2, 8))
+            amp.initialize(model, SGD(model.parameters()), opt_level="O2", half_dtype="float16", verbosity=0)
+            model(torch.ones(2, 8))
+
+        assert modules(recorded(run))[""]["weight_bytes"] == {"float16": 72 * 2}
+
     def test_misaligned_products_have_their_padding(self) -> None:
         amp.init(half_dtype="float16")
         layer = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 16))

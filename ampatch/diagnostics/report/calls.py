@@ -278,6 +278,7 @@ class CallRecorder(Recorder):
         if live is not None and (self._session is None or self._session() is not live):
             self._session, self._rulings = weakref.ref(live), Rulings(live)
             self._master_bytes = live.settings.properties.master_bytes
+            self._modules.sessions += 1
 
     # Operators
 

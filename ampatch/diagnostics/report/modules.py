@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.diagnostics.recorder.operands import bytes_of
 from ampatch.half_types import HALVES
@@ -44,6 +45,7 @@ class _Module:
     class_name: str
     root: _Root
     name: str
+    sessions: int = -1  # as `Modules` had it when the weights were counted
     weight_bytes: _ByType = field(default_factory=Counter)
     given: _ByType = field(default_factory=Counter)
     returned: _ByType = field(default_factory=Counter)
@@ -87,13 +89,16 @@ class Modules:
     Attributes:
         last: the forward pass that began or ended last.
         count: number of forward passes so far.
+        sessions: number of sessions so far, each of which may have made weights half.
     """
 
     def __init__(self) -> None:
         self.last: Forward | None = None
-        self.count = 0
+        self.count = self.sessions = 0
         # A dead module's reference differs from that of a new one at its address.
         self._modules: dict[weakref.ref[nn.Module], _Module] = {}
+        # The first of several modules that share a weight: sums count it once.
+        self._owners: MutableMapping[Tensor, _Module] = WeakTensorKeyDictionary()
 
     def enter(self, module: nn.Module, outermost: Forward | None, given: list[Tensor]) -> Forward:
         """Notes that a module's forward pass begins.
@@ -131,11 +136,20 @@ class Modules:
         half_bytes = _in_half(ended.bytes)
         if half_bytes - ended.cast_bytes > known.half_bytes - known.cast_bytes or not known.half_bytes:
             known.half_bytes, known.cast_bytes = half_bytes, ended.cast_bytes
-        if not known.weight_bytes:  # lazy modules had none before
-            known.weight_bytes = _own_bytes(module)
+        if known.sessions != self.sessions:
+            known.sessions, known.weight_bytes = self.sessions, self._own_bytes(module, known)
         known.given.update([each.dtype for each in given])
         known.returned.update([each.dtype for each in returned])
         self.last = ended
+
+    def _own_bytes(self, module: nn.Module, known: _Module) -> _ByType:
+        sizes = _ByType()
+        for parameter in module._parameters.values():
+            if parameter is None or is_lazy(parameter):
+                continue
+            if self._owners.setdefault(parameter, known) is known:
+                sizes[parameter.dtype] += bytes_of(parameter)
+        return sizes
 
     def names(self) -> dict[_Module, str]:
         """Returns the names of the modules that were seen."""
@@ -202,14 +216,6 @@ def _parent(name: str, seen: Container[str], outermost: Collection[str]) -> str 
         if name in seen:
             return name
     return None
-
-
-def _own_bytes(module: nn.Module) -> _ByType:
-    sizes = _ByType()
-    for parameter in module._parameters.values():
-        if parameter is not None and not is_lazy(parameter):
-            sizes[parameter.dtype] += bytes_of(parameter)
-    return sizes
 
 
 def _in_half(sizes: _ByType) -> int:
