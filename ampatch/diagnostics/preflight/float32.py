@@ -198,18 +198,22 @@ def _errors(ops: Iterable[WatchedOp]) -> tuple[dict[WatchedOp, float], int]:
     """
     computing = [op for op in ops if op.op_name not in _MOVES and op.arguments is not None and op.outputs]
     judged = [op for op in computing if any(values.dtype is torch.float32 for values in op.inputs)]
-    errors = {op: error for op in judged if (error := _error_of(op)) is not None}
+    kept = [op.kept_arguments for op in judged]  # before one of them runs again: it may write to another's
+    both = zip(judged, kept, strict=True)
+    errors = {op: error for op, arguments in both if (error := _error_of(op, arguments)) is not None}
     return {op: error for op, error in errors.items() if error < _NOISE}, len(judged) - len(errors)
 
 
-def _error_of(op: WatchedOp) -> float | None:
-    """Returns |bfloat16 - float32| / |float32|; None if bfloat16 has no kernel, or the operator is random."""
-    assert op.arguments is not None
-    if torch.Tag.nondeterministic_seeded in op.op.tags:
+def _error_of(op: WatchedOp, kept: tuple[tuple[Any, ...], dict[str, Any]] | None) -> float | None:
+    """Returns |bfloat16 - float32| / |float32|.
+
+    None if bfloat16 has no kernel, if the operator is random, or if its arguments were written to since.
+    """
+    if kept is None or torch.Tag.nondeterministic_seeded in op.op.tags:
         return None
     # First, since an operator in place writes to the copies that were kept.
-    narrow = floating_in(run_again(op.op, *with_types(op.arguments, _IN_BFLOAT16)))
-    exact = floating_in(run_again(op.op, *op.arguments))
+    narrow = floating_in(run_again(op.op, *with_types(kept, _IN_BFLOAT16)))
+    exact = floating_in(run_again(op.op, *kept))
     if not exact or [each.shape for each in narrow] != [each.shape for each in exact]:
         return None
     with torch.no_grad(), paused():

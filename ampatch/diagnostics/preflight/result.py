@@ -190,7 +190,7 @@ class Preflight:
         levels: verdicts, in the order in which the levels were tried; empty if float32 is not finite.
         out_of_range: operators that leave float16's range, the largest value first.
         imprecise: operators that lose more than ``tolerance`` to bfloat16's precision, the greatest error first.
-        uncompared: number of operators that could not be run in bfloat16, or are random.
+        uncompared: number of operators that could not be run in bfloat16, are random, or whose inputs were written to.
         underflows: parameters with gradient values that float16 flushes to zero, the greatest share first, and those
             last whose values are nearly all noise.
         unlisted: functions that no list knows: custom operators and autograd.Functions first.
