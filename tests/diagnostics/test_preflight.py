@@ -401,6 +401,38 @@ class TestState:
                 assert (verdict.state_error > 0.5) == (level in lost_at)
         assert ("the change that the step makes to count is off by" in str(found)) == bool(lost_at)
 
+    @pytest.mark.parametrize("replaces", [False, True])
+    def test_a_step_that_runs_again_at_a_lower_scale_begins_with_the_same_buffers(self, replaces: bool) -> None:
+        class Centre(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(8, 8)
+                self.register_buffer("centre", torch.zeros(8))
+
+            def forward(self, x: Tensor) -> Tensor:
+                output = super().forward(x)
+                moved = self.centre * 0.9 + output.detach().float().mean(0) * 0.1
+                if replaces:
+                    self.centre = moved
+                else:
+                    self.centre.copy_(moved)
+                return output
+
+        (verdict,) = flight(Centre(), torch.randn(16, 8), loss_fn=loss_times(1e5)).levels
+        assert verdict.loss_scale < 1024
+        assert (verdict.verdict, verdict.state) == ("passes", "centre")
+
+    def test_sparse_buffers_stand(self) -> None:
+        class Graph(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(8, 8)
+                self.register_buffer("edges", torch.eye(8).to_sparse())
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.sparse.mm(self.edges, super().forward(x).float())
+
+        found = flight(Graph(), torch.randn(8, 8), self.LEVELS)
+        assert {each.verdict for each in found.levels} == {"passes"}
+
     def test_running_statistics_of_norms_stand(self) -> None:
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
         found = flight(model, torch.randn(64, 4), self.LEVELS)

@@ -210,7 +210,8 @@ class Step:
         for name, old_value in before.items():
             own = self.state[name]
             several = own, other.state[name], old_value
-            if own.is_floating_point() and len({each.shape for each in several}) == 1:
+            is_dense = own.is_floating_point() and own.layout is torch.strided  # nothing counts in a sparse one
+            if is_dense and len({each.shape for each in several}) == 1:
                 mine, theirs, old = (each.to(own.device, torch.float64) for each in several)
                 changed = _norm(mine - old)
                 if 0 < changed < math.inf:
@@ -315,6 +316,7 @@ def until_finite(opened: OpenedCopy) -> tuple[Step, float, OverflowTrace | None]
     """
     dynamic = opened.setup.properties.loss_scale == "dynamic"
     state = [(each, each.clone()) for each in state_of(opened.model).values()]
+    buffers = [(each._buffers, dict(each._buffers)) for each in opened.model.modules()]
     examiner = opened.setup.examiner(opened.model)
     traces: list[OverflowTrace] = []
     while True:
@@ -327,6 +329,8 @@ def until_finite(opened: OpenedCopy) -> tuple[Step, float, OverflowTrace | None]
             break
         opened.optimizer.step()  # which is skipped, and lowers the scale
         opened.optimizer.zero_grad(set_to_none=True)
+        for current, first in buffers:  # a forward pass may write to a buffer, or put another tensor in its place
+            current.update(first)
         with torch.no_grad():
             for each, before in state:
                 each.copy_(before)
