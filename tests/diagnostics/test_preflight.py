@@ -26,6 +26,12 @@ from ampatch.errors import OptionError, UsageError
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 O1_HALF = [("O1", HALF)]
+#: What runs steps of copies with a loss.
+DIAGNOSES = {
+    "preflight": lambda model, x, loss: amp.preflight(model, x, loss, levels=["O1", "O2"]),
+    "compare": lambda model, x, loss: amp.compare(model, x, loss, "O0", "O2"),
+    "what_if": lambda model, x, loss: amp.what_if(model, x, loss, formats=["e4m3"]),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -574,6 +580,22 @@ class TestSideEffects:
                     ]
                 else:
                     assert flight(model, {"x": x, "bias": 1.0}, [level], loss).is_finite
+
+    @pytest.mark.parametrize("diagnose", DIAGNOSES)
+    def test_weights_of_the_loss_keep_their_gradients(self, diagnose: str) -> None:
+        model, weight, x = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), torch.randn(2, 4)
+        weight.grad = torch.full((4,), 3.0)
+
+        def loss(output: Tensor) -> Tensor:
+            penalty = sum(each.norm() for each in model.parameters())
+            return mean_square(output * weight) + penalty
+
+        DIAGNOSES[diagnose](model, x, loss)
+        assert (weight.grad == 3.0).all()
+        assert all(each.grad is None for each in model.parameters())
+        loss(model(x)).backward()
+        assert (weight.grad != 3.0).all()
+        assert all(each.grad is not None for each in model.parameters())
 
     def test_no_grad_and_autocast_of_the_caller_have_no_effect(self) -> None:
         model, x = nn.Linear(4, 4), torch.randn(2, 4)

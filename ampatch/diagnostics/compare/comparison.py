@@ -42,7 +42,7 @@ def compare(subject: Subject, a: Setup, b: Setup) -> Comparison:
         OptionError: the step cannot be run.
     """
     notes: list[str] = []
-    with undisturbed("amp.compare"), noting(_MEMORY, (torch.OutOfMemoryError,)), noting_warnings(notes):
+    with undisturbed("amp.compare", subject), noting(_MEMORY, (torch.OutOfMemoryError,)), noting_warnings(notes):
         scale = _loss_scale(subject, (a, b))
         of_a, of_b = (_recorded(subject, setup, scale) for setup in (a, b))
         precision = Precision.of(of_a.calls, of_b.calls)

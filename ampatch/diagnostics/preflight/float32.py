@@ -275,7 +275,7 @@ def _gradients_in_float64(subject: Subject, reference: Step) -> tuple[Mapping[st
         args, kwargs = with_types(subject.begin_step(), {torch.float32: torch.float64})
         with RandomInFloat32(of=frozenset({torch.float64})):
             output = model(*args, **kwargs)
-            loss = subject.loss_for(with_types(output, {torch.float64: torch.float32}))
+            loss = subject.loss_for(with_types(output, {torch.float64: torch.float32}), model)
             loss.backward()
     except Exception as error:  # noqa: BLE001 - a model may need float32, and the report says so
         return {}, text_of(error)

@@ -50,7 +50,7 @@ def preflight(subject: Subject, levels: Sequence[Level], tolerance: float, measu
         UsageError: amp is set up.
         OptionError: the step cannot be judged.
     """
-    with undisturbed("amp.preflight"), noting(_MEMORY, (torch.OutOfMemoryError,)):
+    with undisturbed("amp.preflight", subject), noting(_MEMORY, (torch.OutOfMemoryError,)):
         name = type(subject.model).__name__
         reference, operators, trace = _in_float32(subject, tolerance)
         if operators is None:

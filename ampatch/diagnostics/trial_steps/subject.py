@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ampatch.diagnostics.process_state import RandomState
 from ampatch.distributed import is_sharded
 from ampatch.errors import AmpError, AmpWarning, OptionError, UsageError
+from ampatch.graph_nodes import nodes_of
 from ampatch.opt_levels import dtype_name
 from ampatch.patching import adopted_model
 from ampatch.runtime import runtime
@@ -49,6 +50,7 @@ class Subject:
         _check(self.model)
         self._loss_fn: Callable[[Any], Any] = loss_fn
         self._random = RandomState()
+        self._undo = contextlib.ExitStack()
 
     def begin_step(self) -> Arguments:
         """Restores the random numbers, and returns copies of the inputs, since a forward pass may write to them."""
@@ -63,10 +65,10 @@ class Subject:
             OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
         """
         args, kwargs = arguments
-        return self.loss_for(model(*args, **kwargs))
+        return self.loss_for(model(*args, **kwargs), model)
 
-    def loss_for(self, output: Any) -> Tensor:
-        """Returns the loss for the output of a forward pass.
+    def loss_for(self, output: Any, model: nn.Module) -> Tensor:
+        """Returns the loss for the output of a forward pass of a copy.
 
         Raises:
             OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
@@ -93,7 +95,20 @@ class Subject:
                 "the loss depends on no parameter that requires a gradient, so there is no backward pass. Unfreeze a "
                 "parameter (requires_grad_()), and leave .detach() and .item() out of loss_fn."
             )
+        self._keep_gradients(loss, model)
         return loss
+
+    def _keep_gradients(self, loss: Tensor, model: nn.Module) -> None:
+        """Keeps a backward pass from the gradients of tensors of ``loss_fn`` itself, such as a criterion's weights."""
+        own = set(map(id, model.parameters()))
+        for node in nodes_of(filter(None, [loss.grad_fn])):
+            leaf = getattr(node, "variable", None)  # of AccumulateGrad
+            if isinstance(leaf, Tensor) and id(leaf) not in own:
+                self._undo.callback(node.register_prehook(lambda _: (None,)).remove)
+
+    def close(self) -> None:
+        """Undoes what steps have changed: gradients go to the tensors of ``loss_fn`` again."""
+        self._undo.close()
 
 
 def _check_loss_fn(loss_fn: object) -> None:
@@ -178,11 +193,12 @@ def check_not_set_up(caller: str) -> None:
 
 
 @contextlib.contextmanager
-def undisturbed(caller: str) -> Iterator[None]:
+def undisturbed(caller: str, subject: Subject | None = None) -> Iterator[None]:
     """Runs a block with gradients on, autocast off and nothing compiled; then random numbers go on as without it.
 
     Args:
         caller: the public function that runs copies of the model in the block.
+        subject: the user's model, if its loss is computed in the block.
 
     Raises:
         UsageError: amp is set up.
@@ -190,6 +206,8 @@ def undisturbed(caller: str) -> Iterator[None]:
     check_not_set_up(caller)
     with contextlib.ExitStack() as stack:
         stack.callback(RandomState().restore)
+        if subject is not None:
+            stack.callback(subject.close)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device_type in ("cpu", "cuda"):

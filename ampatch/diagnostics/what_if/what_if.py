@@ -61,7 +61,7 @@ def what_if(subject: Subject, formats: Sequence[Format], lists: CastLists) -> Wh
     Raises:
         OptionError: the step cannot be judged.
     """
-    with undisturbed("amp.what_if"):
+    with undisturbed("amp.what_if", subject):
         copy = copied(subject.model)
         watched, arguments = _Watched(copy, formats, lists), subject.begin_step()
         with watched, noting(_FLOAT32):
