@@ -427,6 +427,21 @@ class TestState:
         assert verdict.loss_scale < 1024
         assert (verdict.verdict, verdict.state) == ("passes", "centre")
 
+    def test_a_buffer_that_becomes_nan_in_half_is_inaccurate(self) -> None:
+        class Spread(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(8, 8)
+                self.register_buffer("spread", torch.ones(8))
+
+            def forward(self, x: Tensor) -> Tensor:
+                output = super().forward(x)
+                large = output.detach() * 1e6
+                self.spread.copy_((large - large.mean(0)).abs().mean(0))
+                return output
+
+        (verdict,) = flight(Spread(), torch.randn(8, 8)).levels
+        assert (verdict.verdict, verdict.state, verdict.state_error) == ("inaccurate", "spread", math.inf)
+
     def test_sparse_buffers_stand(self) -> None:
         class Graph(nn.Linear):
             def __init__(self) -> None:

@@ -215,7 +215,8 @@ class Step:
                 mine, theirs, old = (each.to(own.device, torch.float64) for each in several)
                 changed = _norm(mine - old)
                 if 0 < changed < math.inf:
-                    found.append((_norm(theirs - mine) / changed, name))
+                    error = _norm(theirs - mine) / changed
+                    found.append((math.inf if math.isnan(error) else error, name))
         return max(found)
 
     def flushed(self, scale: float) -> float:
