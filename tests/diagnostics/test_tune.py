@@ -248,10 +248,12 @@ def test_functions_called_by_a_moved_function_need_no_line_of_their_own() -> Non
 @pytest.mark.slow
 def test_amp_warnings_about_the_chosen_lists_become_notes() -> None:
     def off(_: Trained, x: Tensor) -> float:
-        warnings.warn("mind this", AmpWarning, stacklevel=1)
+        is_between = harmless(x).dtype is torch.float32
+        warnings.warn("mind this" if not (is_between or spreads_in_half(x)) else "past", AmpWarning, stacklevel=1)
         return only_spread(_, x)
 
     tuning = Probe(off).tuned()
+    assert tuning.float32 == (f"{__name__}.spread",)
     assert "mind this" in tuning.notes
 
 
@@ -268,9 +270,10 @@ def test_a_culprit_that_only_evaluate_calls_moves() -> None:
 @pytest.mark.slow
 def test_the_share_of_flops_in_half_is_measured() -> None:
     def off(model: Trained, x: Tensor) -> float:
-        if x.dtype is torch.float32 and runtime.live is not None and runtime.live.settings.patches_functions:
+        product = x.view(16, 4) @ x.view(4, 16)
+        if product.dtype is torch.float32:  # so that the share is not what the first trial says
             model.layer(x.view(16, 4))
-        return error(x.view(16, 4) @ x.view(4, 16), x.double().view(16, 4) @ x.double().view(4, 16))
+        return error(product, x.double().view(16, 4) @ x.double().view(4, 16))
 
     tuning = Probe(off).tuned(1e-5, cast_lists=None)
     assert tuning.float32 == ("torch.Tensor.__matmul__",)
@@ -278,6 +281,18 @@ def test_the_share_of_flops_in_half_is_measured() -> None:
     products = 2 * (2 * 16 * 16 * 4)  # in float32 and in float64
     assert tuning.share_is_measured
     assert tuning.share == pytest.approx(linear / (linear + products))
+
+
+def test_the_list_with_most_flops_in_half_is_chosen_before_the_shortest() -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        low = x[:4].bfloat16()
+        is_mended = low.exp().dtype is low.sin().dtype is torch.float32
+        is_half = (x.view(16, 4) @ x.view(4, 16)).dtype is torch.bfloat16
+        return float(is_half and not is_mended)
+
+    tuning = Probe(off).tuned(cast_lists=None)
+    assert (tuning.float32, tuning.share) == (("torch.Tensor.exp", "torch.Tensor.sin"), 1)
+    assert min(len(trial.float32) for trial in tuning.trials if trial.passes) == 1
 
 
 def test_nan_in_half_fails_a_trial() -> None:
@@ -296,6 +311,18 @@ def test_an_exception_in_half_fails_a_trial() -> None:
     assert tuning.float32 == (f"{__name__}.shifted", f"{__name__}.spread")
     assert "ArithmeticError: no spread" in tuning.overlay
     assert tuning.first.error == "ArithmeticError: no spread"
+
+
+def test_a_training_that_raises_does_not_run_again_to_be_watched() -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        harmless(x)
+        if runtime.live is not None and runtime.live.settings.patches_functions:
+            raise ArithmeticError("whatever is in float32")
+        return 0.0
+
+    probe = Probe(off)
+    assert probe.tuned().verdict == "fails"
+    assert len(probe.calls) == 3  # float32, the lists as they are, and all in float32
 
 
 def test_a_search_without_a_passing_list_cannot_be_saved(tmp_path: Path) -> None:
@@ -497,6 +524,19 @@ def test_a_run_that_would_exceed_the_time_budget_is_not_begun() -> None:
     tuning = probe.tuned(budget=timedelta(seconds=1.3))
     assert not tuning.complete
     assert len(probe.calls) <= 2
+
+
+def test_the_time_of_watched_runs_counts_for_watched_ones_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock) / 1000 + sum(took))
+    clock, took = itertools.count(), [0.0]
+
+    def off(_: Trained, x: Tensor) -> float:
+        took.append(100.0 if _is_watched() else 1.0)
+        return only_spread(_, x)
+
+    tuning = Probe(off).tuned(budget="190 s")
+    assert (tuning.complete, tuning.float32) == (True, (f"{__name__}.spread",))
+    assert not tuning.share_is_measured
 
 
 # The journal
@@ -845,12 +885,22 @@ def test_an_overlay_is_saved_as_yaml_only(tmp_path: Path) -> None:
     assert (tmp_path / "casts.yml").read_text() == tuning.overlay
 
 
-def test_progress_is_a_line_for_each_run_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
-    tuning = Probe(only_spread).tuned(progress=True)
+def test_progress_is_a_line_for_each_run_with_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: sum(took))
+
+    def off(_: Trained, x: Tensor) -> float:
+        took.append(10.0)
+        return only_spread(_, x)
+
+    tuning = Probe(off).tuned(progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == tuning.runs
     assert lines[0].startswith("run 1: float32, seed 0: ")
-    assert lines[0].endswith(" left")
+    left = [line.partition("; about ")[2] for line in lines]
+    assert left[:5] == ["10.0 s left", "", "", "50.0 s left", "40.0 s left"]  # all in float32 may be the last run
     assert "the lists as they are, seed 0" in lines[1]
     assert f"{__name__}.spread in float32" in " ".join(lines)
 
