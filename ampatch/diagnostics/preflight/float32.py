@@ -196,11 +196,10 @@ def _errors(ops: Iterable[WatchedOp]) -> tuple[dict[WatchedOp, float], int]:
     Returns:
         The relative error by operator, and the number of operators that could not be compared.
     """
-    computing = [op for op in ops if op.op_name not in _MOVES and op.arguments is not None and op.outputs]
+    computing = (op for op in ops if op.op_name not in _MOVES and op.outputs)
     judged = [op for op in computing if any(values.dtype is torch.float32 for values in op.inputs)]
-    kept = [op.kept_arguments for op in judged]  # before one of them runs again: it may write to another's
-    both = zip(judged, kept, strict=True)
-    errors = {op: error for op, arguments in both if (error := _error_of(op, arguments)) is not None}
+    kept = {op: op.kept_arguments for op in judged}  # before one of them runs again: it may write to another's
+    errors = {op: error for op in judged if (error := _error_of(op, kept[op])) is not None}
     return {op: error for op, error in errors.items() if error < _NOISE}, len(judged) - len(errors)
 
 

@@ -38,6 +38,10 @@ class Subject:
         inputs: a tensor, positional arguments, or keyword arguments.
         loss_fn: returns the loss for the model's output.
 
+    Attributes:
+        model: the user's model.
+        undo: takes back what steps have changed outside of copies.
+
     Raises:
         OptionError: the model cannot be trained in float32 here, the inputs are no arguments, or the loss is no
             function.
@@ -50,7 +54,7 @@ class Subject:
         _check(self.model)
         self._loss_fn: Callable[[Any], Any] = loss_fn
         self._random = RandomState()
-        self._undo = contextlib.ExitStack()
+        self.undo = contextlib.ExitStack()
 
     def begin_step(self) -> Arguments:
         """Restores the random numbers, and returns copies of the inputs, since a forward pass may write to them."""
@@ -104,11 +108,7 @@ class Subject:
         for node in nodes_of(filter(None, [loss.grad_fn])):
             leaf = getattr(node, "variable", None)  # of AccumulateGrad
             if isinstance(leaf, Tensor) and id(leaf) not in own:
-                self._undo.callback(node.register_prehook(lambda _: (None,)).remove)
-
-    def close(self) -> None:
-        """Undoes what steps have changed: gradients go to the tensors of ``loss_fn`` again."""
-        self._undo.close()
+                self.undo.callback(node.register_prehook(lambda _: (None,)).remove)
 
 
 def _check_loss_fn(loss_fn: object) -> None:
@@ -207,7 +207,7 @@ def undisturbed(caller: str, subject: Subject | None = None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(RandomState().restore)
         if subject is not None:
-            stack.callback(subject.close)
+            stack.enter_context(subject.undo)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device_type in ("cpu", "cuda"):
