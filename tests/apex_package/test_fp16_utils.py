@@ -187,6 +187,17 @@ class TestSteps:
             hand.step(batch, max_norm=0.1)
         assert_same_state(model.state_dict(), hand.model.state_dict())
 
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
+    def test_a_copy_clips_and_steps_as_the_original(self, copied):
+        norms, pairs = [], [wrapped(static_loss_scale=128.0)]
+        pairs.append(copied(pairs[0]))
+        for model, optimizer in pairs:
+            optimizer.backward(loss_of(model, inputs(1)[0]))
+            norms.append(float(optimizer.clip_master_grads(0.1)))
+            optimizer.step()
+        assert norms[0] == norms[1]
+        assert_same_state(pairs[0][0].state_dict(), pairs[1][0].state_dict())
+
     def test_steps_that_overflow_are_skipped_until_the_scale_fits(self, caplog):
         """A scale that is too large comes down, and from then on steps are those of a loop that did the same."""
         model, optimizer = dynamic(init_scale=2.0**24)

@@ -60,12 +60,13 @@ class _Masters:
         self.halves: list[list[Tensor]] = []
         self.fulls: list[list[Tensor]] = []
         self.others: list[list[Tensor]] = []
-        self._by_half: dict[int, Tensor] = {}  # by id of the half parameter
+        # By the half parameter itself, as in the state of optimizers: a copy has other ids.
+        self._by_half: dict[Tensor, Tensor] = {}
         for group in optimizer.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.requires_grad]
             halves = [parameter for parameter in trained if parameter.dtype in HALVES]
             of_group: list[Tensor] = [nn.Parameter(parameter.detach().clone().float()) for parameter in halves]
-            self._by_half.update(zip(map(id, halves), of_group, strict=True))
+            self._by_half.update(zip(halves, of_group, strict=True))
             self.halves.append(halves)
             self.fulls.append(of_group)
             self.others.append([each for each in trained if each.dtype not in HALVES])
@@ -74,7 +75,7 @@ class _Masters:
 
     def of(self, parameter: Tensor) -> Tensor:
         """Returns the master of a half parameter, and any other parameter itself."""
-        return self._by_half.get(id(parameter), parameter)
+        return self._by_half.get(parameter, parameter)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Returns pairs of a half parameter and its master."""
