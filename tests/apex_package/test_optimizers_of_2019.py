@@ -256,6 +256,18 @@ class TestFP16Optimizer:
         optimizer.zero_grad()
         assert half.grad is None
 
+    @pytest.mark.parametrize("updates", [False, True], ids=["in step", "in backward"])
+    def test_steps_on_gradients_that_are_clipped_before(self, device: str, updates: bool) -> None:
+        half = nn.Parameter(torch.ones(2, dtype=torch.float16, device=device))
+        optimizer = FP16_Optimizer(torch.optim.SGD([half], lr=1.0), static_loss_scale=64.0)
+        for after in (-1.0, -3.0):
+            optimizer.zero_grad()
+            optimizer.backward((half * torch.tensor([3.0, 4.0], device=device)).sum(), update_master_grads=updates)
+            assert optimizer.inspect_master_grad_data()[0][0].tolist() == [3.0, 4.0]
+            assert float(optimizer.clip_master_grads(2.5)) == pytest.approx(5.0)
+            optimizer.step()
+            assert half[1].item() == pytest.approx(after, abs=1e-2)
+
     def test_takes_settings_of_the_scale(self, device: str) -> None:
         args = {"init_scale": 4.0, "scale_window": 1}
         optimizer = FP16_Optimizer(adam(parameters(device)), dynamic_loss_scale=True, dynamic_loss_args=args)

@@ -162,7 +162,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self._unscaled_by = self.loss_scale  # at the last unscaling
         # Scale of gradients that were not cleared yet; None if there are no such gradients, or if the scale is current.
         self._half_scale: float | None = None
-        self._full_scale: float | None = None
+        self._are_unscaled = False  # True if those of masters and of other parameters are unscaled already
         self._masters = _Masters(init_optimizer)
         self.fp16_groups, self.fp32_from_fp16_groups = self._masters.halves, self._masters.fulls
         self.fp32_from_fp32_groups = self._masters.others
@@ -200,7 +200,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach().zero_()
-        self._half_scale = self._full_scale = None
+        self._half_scale, self._are_unscaled = None, False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Runs the backward pass of the loss, multiplied by the scale.
@@ -226,16 +226,17 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         """Rescales existing gradients to a scale, so that the backward pass adds gradients of the same scale."""
         half_grads = optimizer_state.gradients_of(itertools.chain(*self.fp16_groups))
         full_grads = optimizer_state.gradients_of(itertools.chain(*self.fp32_from_fp32_groups))
-        for grads, at in ((half_grads, self._half_scale), (full_grads, self._full_scale)):
+        full_scale = 1.0 if self._are_unscaled else self._half_scale
+        for grads, at in ((half_grads, self._half_scale), (full_grads, full_scale)):
             if grads and at is not None and at != scale:
                 kernels.multiply_(grads, _number(scale / at, grads[0]))
-        self._half_scale = self._full_scale = scale
+        self._half_scale, self._are_unscaled = scale, False
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
         """Copies the model's gradients, unscaled, to the masters; if the scale is dynamic, checks for overflow."""
         half_scale = self.loss_scale if self._half_scale is None else self._half_scale
-        full_scale = self.loss_scale if self._full_scale is None else self._full_scale
+        full_scale = 1.0 if self._are_unscaled else half_scale
         half_grads: list[Tensor] = []
         master_grads: list[Tensor] = []
         sparse: list[Tensor] = []
@@ -257,7 +258,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         kernels.unscale_copy(half_grads, master_grads, _number(1 / half_scale, found_inf), found_inf, write_back=False)
         kernels.unscale_(sparse, _number(1 / half_scale, found_inf), found_inf)
         kernels.unscale_(full_grads, _number(1 / full_scale, found_inf), found_inf)
-        self._half_scale, self._full_scale = half_scale, 1.0
+        self._half_scale, self._are_unscaled = half_scale, True
         overflow = (self.dynamic_loss_scale or self._checks_static_scale) and bool(found_inf)
         if self.overflow and not overflow:
             self._react()
@@ -322,7 +323,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
                 self._react()
             finally:
                 self._masters.write()
-        self._half_scale = self._full_scale = None
+        self._half_scale, self._are_unscaled = None, False
         if skipped is not None:
             self._overflows.handle(skipped)
         return result
@@ -426,7 +427,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
         self._unscaled_by, self._change = self.loss_scale, None if self.overflow else self._no_change()
-        self._half_scale = self._full_scale = None
+        self._half_scale, self._are_unscaled = None, False
         with torch.no_grad():
             for group, saved_group in zip(self.fp32_from_fp16_groups, saved_groups, strict=True):
                 for master, saved in zip(group, saved_group, strict=True):

@@ -22,7 +22,8 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
         optimizer.step()
         optimizer.zero_grad()
 
-    All gradients stay scaled until ``step``, which unscales them, and skips the update after an overflow.
+    All gradients stay scaled until ``step``, ``clip_master_grads`` or ``inspect_master_grad_data``, the first of which
+    unscales them. An overflow skips the update.
 
     Args:
         init_optimizer: optimizer of the model's parameters.
@@ -74,6 +75,16 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
         """
         super().backward(loss, update_master_grads, retain_graph)
 
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | float:
+        """Unscales the gradients, and clips them as that of ``apex.fp16_utils.FP16_Optimizer`` does."""
+        self._unscale()
+        return super().clip_master_grads(max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Unscales the gradients, and returns them as that of ``apex.fp16_utils.FP16_Optimizer`` does."""
+        self._unscale()
+        return super().inspect_master_grad_data()
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscales the gradients, and updates the masters and the model's parameters; skips after an overflow.
 
@@ -92,5 +103,9 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
                 "this FP16_Optimizer, that of apex.optimizers, takes no closure, as in Apex. Type "
                 "apex.fp16_utils.FP16_Optimizer(optimizer)."
             )
-        self.update_master_grads()
+        self._unscale()
         return super().step()
+
+    def _unscale(self) -> None:
+        if not self._are_unscaled:
+            self.update_master_grads()
