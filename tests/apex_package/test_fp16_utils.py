@@ -33,7 +33,7 @@ from ampatch.apex.fp16_utils import (
     to_python_float,
     tofp16,
 )
-from ampatch.errors import GradientOverflowError, LossScaleError, OptionError
+from ampatch.errors import GradientOverflowError, LossScaleError, OptionError, UsageError
 
 HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 
@@ -140,6 +140,32 @@ class TestMasters:
         optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         assert optimizer.param_groups[0]["params"][1] is model.bias
         assert len(optimizer.fp16_groups[0]) == 1
+
+    @pytest.mark.parametrize("layer", [0, 1], ids=["half", "float32"])
+    @pytest.mark.parametrize("joins", [False, True], ids=["unfrozen", "added"])
+    def test_a_parameter_that_is_to_be_trained_only_later_is_an_error(self, layer, joins):
+        model = converted(torch.float16)
+        late = model[layer].weight.requires_grad_(joins)
+        others = [parameter for parameter in model.parameters() if parameter is not late]
+        optimizer = FP16_Optimizer(sgd(others if joins else model.parameters()), static_loss_scale=128.0)
+        train(model, optimizer, inputs(1))
+        if joins:
+            optimizer.optimizer.add_param_group({"params": [late]})
+        late.requires_grad_()
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(UsageError, match=r"param_groups.* has a gradient, and was frozen or not in this SGD when"):
+            optimizer.backward(model[:2](inputs(1)[0].half()).float().square().mean())
+        assert_same_bits(late, before[f"{layer}.weight"])
+
+    def test_parameters_may_be_frozen_later_and_have_gradients_from_before(self):
+        model, optimizer = wrapped(static_loss_scale=128.0)
+        model[0].requires_grad_(False)
+        train(model, optimizer, inputs(2))
+        model[0].requires_grad_(True)
+        train(model, optimizer, inputs(2))
+        model[3].weight.requires_grad_(False)
+        assert model[3].weight.grad is not None
+        train(model, FP16_Optimizer(sgd(model.parameters()), static_loss_scale=128.0), inputs(1))
 
     def test_state_of_the_optimizer_becomes_float32(self):
         model = converted(torch.float16)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ampatch.apex.fp16_utils.fp16util import clip_grad_norm
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from ampatch.errors import LossScaleError, OptionError
+from ampatch.errors import LossScaleError, OptionError, UsageError
 from ampatch.half_types import HALVES
 from ampatch.native import kernels
 from ampatch.opt_levels import check_names
@@ -80,6 +80,21 @@ class _Masters:
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Returns pairs of a half parameter and its master."""
         return zip(itertools.chain(*self.halves), itertools.chain(*self.fulls), strict=True)
+
+    def check(self, optimizer: Any) -> None:
+        """Raises if a parameter that was not trained when the masters were made is to be trained now.
+
+        Raises:
+            UsageError: it has a gradient, which nothing would unscale.
+        """
+        trained = {id(each) for each in itertools.chain(*self.halves, *self.others)}
+        for parameter in optimizer_state.parameters_of(optimizer):
+            if parameter.requires_grad and parameter.grad is not None and id(parameter) not in trained:
+                raise UsageError(
+                    f"{optimizer_state.names_in(optimizer)(parameter)} has a gradient, and was frozen or not in this "
+                    f"{type(optimizer).__name__} when FP16_Optimizer was made, so that it would step by a scaled "
+                    "gradient. Freeze parameters after FP16_Optimizer(optimizer), or make it again."
+                )
 
     @torch.no_grad()
     def write(self) -> None:
@@ -234,7 +249,12 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
-        """Copies the model's gradients, unscaled, to the masters; if the scale is dynamic, checks for overflow."""
+        """Copies the model's gradients, unscaled, to the masters; if the scale is dynamic, checks for overflow.
+
+        Raises:
+            UsageError: a parameter was frozen, or not in the optimizer, when this object was made; nothing was changed.
+        """
+        self._masters.check(self.optimizer)
         half_scale = self.loss_scale if self._half_scale is None else self._half_scale
         full_scale = 1.0 if self._are_unscaled else half_scale
         half_grads: list[Tensor] = []
