@@ -64,6 +64,14 @@ class TestClipGradNorm:
         assert clip_grad_norm_(parameter, 1.0).item() == pytest.approx(80000.0)
         torch.testing.assert_close(parameter.grad.float().norm().item(), 1.0, rtol=0.01, atol=0.0)
 
+    @pytest.mark.parametrize(("dtype", "value"), [(torch.float64, 1e100), (torch.complex64, 3 + 4j)])
+    def test_clips_by_all_of_a_wide_or_complex_gradient(self, dtype, value, device):
+        wide = nn.Parameter(torch.zeros(4, dtype=dtype, device=device))
+        half = nn.Parameter(torch.zeros(2, dtype=torch.float16, device=device))
+        wide.grad, half.grad = torch.full_like(wide, value), torch.ones_like(half)
+        assert clip_grad_norm_([half, wide], 1.0).item() == pytest.approx((4 * abs(value) ** 2 + 2) ** 0.5)
+        assert wide.grad.norm().item() == pytest.approx(1.0, rel=0.02)
+
     def test_clips_what_a_script_hands_in(self, device: str) -> None:
         parameters = [nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
         for parameter in parameters:
