@@ -109,7 +109,7 @@ class GivenScaler:
         scaler = self._scaler
         if closure is None:
             self.has_stepped = True
-            return scaler.step(optimizer) if _has_gradients(optimizer) else original()
+            return scaler.step(optimizer) if _has_gradients(optimizer) else optimizer.step()
         if self.has_stepped or self.is_unscaled:  # another optimizer's step has run its closure
             self.end_iteration()
 

@@ -384,6 +384,30 @@ class TestOverrides:
         assert_same_bits(net.module_.first.weight.detach(), before.detach())
         assert scale_of(net) < (2**24 if scaler is None else 2**40)
 
+    @pytest.mark.parametrize("scaler", [None, ampatch.GradScaler, torch.amp.GradScaler])
+    def test_an_optimizer_without_gradients_skips_no_step(self, scaler: Any) -> None:
+        skipped: list[bool] = []
+
+        class TwoOptimizers(Net):
+            def initialize_optimizer(self, *_: Any, **__: Any) -> Any:
+                self.module_.spare = nn.Linear(1, 1)
+                self.optimizer_ = torch.optim.SGD([*self.module_.first.parameters()], lr=0.1)
+                self.spare_ = torch.optim.SGD(self.module_.spare.parameters(), lr=0.1)
+                return self
+
+            def train_step(self, batch: Any, **fit_params: Any) -> Any:
+                step = whole(self, batch, **fit_params)
+                self.spare_.step()
+                return step
+
+            def on_batch_end(self, *args: Any, training: bool = False, **kwargs: Any) -> None:
+                super().on_batch_end(*args, training=training, **kwargs)
+                skipped.extend([self.amp_.optimizer_step_was_skipped] if training else [])
+
+        make(TwoOptimizers, amp__scaler=scaler).fit(X, Y)
+        assert skipped
+        assert not any(skipped)
+
     @pytest.mark.parametrize(
         ("name", "body", "message"),
         [
