@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from helpers import DEVICES
 from torch import Tensor, nn
 
+import ampatch
 from ampatch.apex import amp_C
 from ampatch.apex.multi_tensor_apply import multi_tensor_applier
 from ampatch.apex.optimizers import FusedAdam
@@ -86,6 +89,47 @@ class TestTheKernel:
         with pytest.raises(OptionError, match=r"expected \[grads, params, exp_avgs, exp_avg_sqs\]"):
             by_kernel([drawn(0, device)] * 3, 1, 1, flag(device))
         by_kernel([[], [], [], []], 1, 1, flag(device))
+
+
+class OfAProject(FusedAdam):
+    """Steps by the kernel, and counts steps in the group, as in fairseq and in Apex."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            lists: list[list[Tensor]] = [[], [], [], []]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {name: torch.zeros_like(p.data) for name in ("exp_avg", "exp_avg_sq")}
+                for some, each in zip(lists, (p.grad, p.data, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+                    some.append(each)
+            flag = self._dummy_overflow_buf
+            multi_tensor_applier(self.multi_tensor_adam, flag, lists, LR, BETA1, BETA2, EPS, group["step"], 1, 1, DECAY)
+
+
+def train(parameters: list[nn.Parameter], optimizer: Any, factors: Iterable[float], scaler: Any = None) -> None:
+    for factor in factors:
+        optimizer.zero_grad()
+        loss = factor * sum((p.square().sum() for p in parameters), torch.zeros(()))
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+class TestAProjectsStep:
+    @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampatch.GradScaler])
+    def test_gets_unscaled_gradients_from_a_scaler_and_is_left_out_after_an_overflow(self, scaler_class: Any) -> None:
+        parameters, others = ([nn.Parameter(each) for each in drawn(0, "cpu")] for _ in range(2))
+        scaler = scaler_class("cpu", init_scale=1024.0)
+        train(parameters, OfAProject(parameters), [1.0, math.inf, 2.0], scaler)
+        train(others, OfAProject(others), [1.0, 2.0])
+        assert scaler.get_scale() == 512.0
+        torch.testing.assert_close(parameters, others)
 
 
 @pytest.mark.parametrize("device", DEVICES)

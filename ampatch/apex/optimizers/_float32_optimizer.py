@@ -94,6 +94,11 @@ class Float32Optimizer(Optimizer):
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
+    @property
+    def _has_own_step(self) -> bool:
+        """False in a project's subclass that steps by itself, as fairseq's: its step knows nothing of a scaler's."""
+        return type(self).step.__module__.startswith("ampatch.")
+
     def _overflowed(self) -> bool:
         """Returns True if a scaler has found an overflow in the gradients of the step that it runs now."""
         found_inf = getattr(self, "found_inf", None)

@@ -43,7 +43,8 @@ class FusedAdam(Float32Optimizer):
         amp_scale_adjustment: must be 1: gradients are unscaled when `ampatch.amp.scale_loss` ends.
 
     Attributes:
-        multi_tensor_adam: `ampatch.apex.amp_C.multi_tensor_adam`, which steps of subclasses call.
+        multi_tensor_adam: `ampatch.apex.amp_C.multi_tensor_adam`, which steps of subclasses call. A scaler unscales and
+            skips for these.
 
     Raises:
         OptionError: an argument is out of its range, or not supported.
@@ -100,7 +101,7 @@ class FusedAdam(Float32Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return not any(group.get("max_grad_norm") for group in self.param_groups)
+        return self._has_own_step and not any(group.get("max_grad_norm") for group in self.param_groups)
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> Tensor:

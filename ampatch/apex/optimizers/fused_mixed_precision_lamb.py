@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +37,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     Raises:
         OptionError: an argument is out of its range, or not supported.
     """
-
-    _step_supports_amp_scaling: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -75,6 +73,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             max_grad_norm=max_grad_norm,
             use_nvlamb=use_nvlamb,
         )
+
+    _step_supports_amp_scaling = FusedLAMB._has_own_step
 
     def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
         if not self._overflowed():

@@ -77,7 +77,7 @@ class FusedSGD(Float32Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return not self.wd_after_momentum
+        return self._has_own_step and not self.wd_after_momentum
 
     def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
         for group, parameters in batches:
