@@ -122,6 +122,18 @@ def train(parameters: list[nn.Parameter], optimizer: Any, factors: Iterable[floa
 
 
 class TestAProjectsStep:
+    def test_goes_on_counting_in_a_resumed_run(self) -> None:
+        parameters = [nn.Parameter(each) for each in drawn(0, "cpu")]
+        optimizer = OfAProject(parameters)
+        train(parameters, optimizer, [1.0, 2.0, 3.0])
+        again = copy.deepcopy(parameters)
+        resumed = OfAProject(again)
+        resumed.load_state_dict(optimizer.state_dict())
+        train(parameters, optimizer, [4.0, 5.0])
+        train(again, resumed, [4.0, 5.0])
+        assert resumed.param_groups[0]["step"] == 5
+        assert all(map(torch.equal, parameters, again))
+
     @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampatch.GradScaler])
     def test_gets_unscaled_gradients_from_a_scaler_and_is_left_out_after_an_overflow(self, scaler_class: Any) -> None:
         parameters, others = ([nn.Parameter(each) for each in drawn(0, "cpu")] for _ in range(2))

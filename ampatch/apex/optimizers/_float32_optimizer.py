@@ -199,8 +199,9 @@ class Float32Optimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, from ampatch or Apex, bit for bit.
 
-        Apex counts steps in the group; this method moves the count to the state of each parameter. Options that the
-        saved groups lack get the values that this optimizer was made with.
+        Apex counts steps in the group; this method moves the count to the state of each parameter, but not in a
+        subclass with a step of its own. Options that the saved groups lack get the values that this optimizer was made
+        with.
 
         Args:
             state_dict: result of ``state_dict()``; it is not changed, and shares nothing with the optimizer afterwards.
@@ -241,7 +242,8 @@ class Float32Optimizer(Optimizer):
 
     def _translate_group(self, group: Group, states: list[dict[str, Any]]) -> None:
         """Moves state that Apex kept in a group to the state of its parameters, in place."""
-        step = group.pop("step", None)
+        # A project's step counts in the group, as Apex's does.
+        step = group.pop("step", None) if self._has_own_step else None
         if step is not None:
             for state in states:
                 state.setdefault("step", int(step))
