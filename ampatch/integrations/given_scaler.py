@@ -73,8 +73,7 @@ class GivenScaler:
                 "it can unscale only once per step. Step, or clear the gradients, in between; or leave the scaler out: "
                 "amp's own scale lets gradients accumulate."
             )
-        if self.is_unscaled or self.has_stepped:
-            self.end_iteration()
+        self.end_iteration()
 
     def backward(self, original: Callable[..., None], tensors: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         """Runs ``torch.autograd.backward`` with the loss scaled, and unscales the gradients of the optimizers."""
@@ -108,10 +107,12 @@ class GivenScaler:
     def _step(self, optimizer: Any, original: Callable[..., Any], closure: Any) -> Any:
         scaler = self._scaler
         if closure is None:
+            if not _has_gradients(optimizer):
+                return optimizer.step()
+            result = scaler.step(optimizer)
             self.has_stepped = True
-            return scaler.step(optimizer) if _has_gradients(optimizer) else optimizer.step()
-        if self.has_stepped or self.is_unscaled:  # another optimizer's step has run its closure
-            self.end_iteration()
+            return result
+        self.end_iteration()  # another optimizer's step has run its closure
 
         def evaluate() -> Any:
             self.is_unscaled = False
@@ -133,7 +134,9 @@ class GivenScaler:
         return result
 
     def end_iteration(self) -> None:
-        """Updates the scaler, and notes whether its scale has backed off."""
+        """Updates the scaler, and notes whether its scale has backed off; a no-op if it has unscaled nothing."""
+        if not (self.is_unscaled or self.has_stepped):
+            return
         before = self._scaler.get_scale()
         self._scaler.update()
         self.has_skipped |= self._scaler.get_scale() < before

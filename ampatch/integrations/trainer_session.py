@@ -335,11 +335,16 @@ class TrainerSession:
         Warns:
             AmpWarning: amp cast nothing in the first training step.
         """
-        with self.scaled_backward():
-            skipped = self._skipped_steps()
-            if self._scaler is not None:
-                self._scaler.has_skipped = False
-            yield
+        try:
+            with self.scaled_backward():
+                skipped = self._skipped_steps()
+                if self._scaler is not None:
+                    self._scaler.has_skipped = False
+                yield
+        except BaseException:
+            if self._scaler is not None:  # it unscales once an iteration, and another fit may begin with it
+                self._scaler.end_iteration()
+            raise
         self._warn_if_idle()
         if self._scaler is None:
             self._has_skipped = self._skipped_steps() > skipped

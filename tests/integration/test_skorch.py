@@ -384,6 +384,24 @@ class TestOverrides:
         assert_same_bits(net.module_.first.weight.detach(), before.detach())
         assert scale_of(net) < (2**24 if scaler is None else 2**40)
 
+    @EACH_SCALE
+    @pytest.mark.parametrize("where", ["before the step", "in the step"])
+    def test_a_fit_goes_on_after_an_interrupted_step(self, where: str, options: dict[str, Any]) -> None:
+        def interrupt(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        net = make(**options).initialize()
+        if where == "in the step":
+            handle = net.optimizer_.register_step_pre_hook(interrupt)
+            net.partial_fit(X, Y)
+            handle.remove()
+        else:
+            net.on_grad_computed = interrupt
+            net.partial_fit(X, Y)
+            del net.on_grad_computed
+        usual = make(**options).fit(X, Y)
+        assert_same_state(net.partial_fit(X, Y).module_.state_dict(), usual.module_.state_dict())
+
     @pytest.mark.parametrize("scaler", [None, ampatch.GradScaler, torch.amp.GradScaler])
     def test_an_optimizer_without_gradients_skips_no_step(self, scaler: Any) -> None:
         skipped: list[bool] = []
