@@ -191,11 +191,11 @@ def plan(
     for path, tensor, wanted in _types(model, dtype, kept, cast_buffers):
         _, other = found.setdefault(id(tensor), (tensor, wanted))
         if other is not wanted:
-            both = [names[id(tensor)], path]
+            first, asked = names[id(tensor)], "float32_outputs" if float32_outputs else "keep_fp32"
+            modules = [each.rpartition(".")[0] for each in (first, path)]
             raise OptionError(
-                f"{both[0]!r} and {path!r} are one tensor, and {'float32_outputs' if float32_outputs else 'keep_fp32'} "
-                "keeps only one of the two in float32. To keep both, give keep_fp32 their modules, "
-                f"{[each.rpartition('.')[0] for each in both]!r}; otherwise name neither."
+                f"{first!r} and {path!r} are one tensor, and {asked} keeps only one of the two in float32. To keep "
+                f"both, give keep_fp32 their modules, {modules}; otherwise name neither."
             )
         names.setdefault(id(tensor), path)
     converted = {key: (tensor, wanted) for key, (tensor, wanted) in found.items() if tensor.dtype in CASTABLE}
