@@ -303,6 +303,16 @@ class TestCasts:
         assert function(report, "torch.nn.functional.linear")["casts"] == 1
         assert line_of(report, "report = recorded(lambda: model(")["casts"] == 2
 
+    def test_casts_for_a_part_in_float32_count_for_its_forward(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Softplus())
+        amp.initialize(model, opt_level="O1", half_dtype="float16", keep_fp32=["1"], verbosity=0)
+        report = recorded(lambda: model(torch.ones(4, 8)))
+        assert function(report, "forward of Softplus")["types"] == [{"in": ["float16"], "out": ["float32"], "calls": 1}]
+
+    def test_casts_of_an_optimizers_step_do_not_count(self) -> None:
+        report = recorded(lambda: train("O2", half_dtype="bfloat16", master_weights="split"))
+        assert function(report, "forward of Network")["casts"] == 2 * 2  # the loss and its gradient, in each step
+
     def test_the_users_own_casts_do_not_count(self) -> None:
         x = nn.Parameter(torch.ones(8))
         with torch.autocast("cpu", torch.bfloat16):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from ampatch.casting import cast_observers
+from ampatch.casting import cast_observers, nested
 from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.diagnostics.recorder import callers, mode_stacks, operands
 from ampatch.diagnostics.recorder.callers import Code
@@ -52,6 +52,8 @@ _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 
 _CASTS_BACK = "ToCopyBackward0"
+#: The code that casts the arguments and results of models and of their parts.
+_CASTS_OF_MODELS = vars(nested)
 #: Functions by which users cast tensors themselves.
 _CASTS_OF_USERS = frozenset(
     {*("to", "half", "float", "bfloat16", "double", "type", "type_as", "cpu", "cuda", "copy_", "tensor"), "as_tensor"}
@@ -189,7 +191,7 @@ class CallRecorder(Recorder):
 
     def _run_for_amp(self, function: Any, args: _Args, kwargs: _Kwargs, frame: types.FrameType) -> Any:
         """Runs a function that amp's own code calls: it is none of the user's calls, but may be a cast of a model's."""
-        if function is Tensor.to and _is_in_hook_of_model(frame):
+        if function is Tensor.to and frame.f_globals is _CASTS_OF_MODELS:
             last = self._modules.last
             name = "" if last is None else last.module.class_name
             row = self._rows.row(f"forward of {name}", callers.users_frame(frame))
@@ -543,17 +545,3 @@ def _size_of(op: Any, args: _Args, result: Tensor) -> tuple[int, int, int]:
 
 def _padded(size: int) -> int:
     return size + -size % _ALIGNED
-
-
-_MODELS_HOOKS = frozenset(
-    {"ampatch.patching.adopted_model", "ampatch.patching.cast_labels", "ampatch.interfaces.copied_weights"}
-)
-
-
-def _is_in_hook_of_model(frame: types.FrameType | None) -> bool:
-    """Returns True if a frame of ampatch's casts a model's arguments or results."""
-    while frame is not None and callers.owner_of(frame) is Code.AMP:
-        if frame.f_globals.get("__name__") in _MODELS_HOOKS:
-            return True
-        frame = frame.f_back
-    return False
