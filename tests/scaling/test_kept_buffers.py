@@ -31,6 +31,7 @@ class Averaging(nn.Module):
         self.in_place = in_place
         self.register_buffer("average", torch.zeros(4))
         self.register_buffer("table", torch.arange(6.0))
+        self.register_buffer("unused", None)
 
     def forward(self, x: Tensor) -> Tensor:
         now = x.detach().float().mean(0)
@@ -128,15 +129,16 @@ def test_buffers_are_restored_before_the_error_at_the_floor():
 def test_buffers_are_restored_after_a_closure_and_nothing_keeps_the_optimizer_alive(factor):
     def trained() -> weakref.ref[torch.optim.Optimizer]:
         model, optimizer = started(nn.BatchNorm1d(4), lambda parameters: torch.optim.LBFGS(parameters, max_iter=2))
-        before = buffers_of(model)
 
-        def closure() -> Tensor:
+        def closure(factor: float) -> Tensor:
             optimizer.zero_grad()
             loss = loss_of(model, factor)
             backward(loss, optimizer)
             return loss
 
-        optimizer.step(closure)
+        optimizer.step(lambda: closure(1.0))
+        before = buffers_of(model)
+        optimizer.step(lambda: closure(factor))
         assert amp.step_was_skipped(optimizer) == (factor == math.inf)
         assert are_same(buffers_of(model), before) == (factor == math.inf)
         return weakref.ref(optimizer)
@@ -208,9 +210,10 @@ def test_buffers_that_the_user_loads_between_forward_passes_stay():
 
 
 def test_buffers_of_parts_added_later_are_restored():
+    later = nn.BatchNorm1d(1)
     model, optimizer = started(nn.BatchNorm1d(4))
     step(model, optimizer, 1.0)
-    model.insert(0, nn.BatchNorm1d(4))
+    model.append(later)
     assert_restored_by_skipped_steps(model, optimizer, math.inf)
 
 
@@ -287,6 +290,15 @@ class TestStepsThatTheHostJudgesLate:
         first = self.before_step()
         self.forward(1.0)
         first.restore()
+        assert are_same(buffers_of(self.model), expected)
+
+    def test_what_the_user_wrote_before_the_next_forward_stays(self):
+        self.forward(math.inf)
+        skipped = self.before_step()
+        self.model.reset_running_stats()
+        self.forward(1.0)
+        expected = buffers_of(self.model)
+        skipped.restore()
         assert are_same(buffers_of(self.model), expected)
 
 
