@@ -121,8 +121,9 @@ def double_(x: Tensor) -> Tensor:
 
 def clip_all_(boxes: list[Tensor], *, found: dict[str, Any], scale: Tensor) -> list[Tensor]:
     boxes[0].view(-1).clamp_(0, 1)
-    boxes.append(boxes[0] * 2)
     found["first"], found["scale"] = boxes[0], scale
+    boxes.insert(0, boxes[0] * 2)
+    boxes.append(boxes[-1].float())
     scale += 1
     return boxes
 
@@ -194,13 +195,15 @@ class TestFunctions:
 
     def test_functions_write_to_the_callers_containers(self, made: Callable[..., Any]) -> None:
         given, scale, found = boxes(), boxes(), {}
-        several = [given]
+        several = [given, boxes()]
+        last = several[1]
 
         assert made(clip_all_)(several, found=found, scale=scale) is several
 
-        assert several[0] is found["first"] is given
+        assert several[1] is found["first"] is given
         assert given.equal(CLIPPED)
-        assert several[1].dtype is FLOAT  # what the function made stays as it is
+        assert several[2] is last
+        assert several[0].dtype is several[3].dtype is FLOAT  # what the function made stays as it is
         assert found["scale"] is scale
         assert scale.equal(boxes() + 1)
 
@@ -216,14 +219,14 @@ class TestFunctions:
             return given * 2, found
 
         with torch.inference_mode(inference):
-            given, several, scale = boxes(), [boxes()], boxes()
+            given, several, scale = boxes(), [boxes(), boxes()], boxes()
             doubled, found = torch.compile(run, backend="aot_eager", fullgraph=True)(given, several, scale)
 
         assert given.equal(CLIPPED)
         assert doubled.equal(CLIPPED * 2)
         assert found["first"].equal(CLIPPED)
         assert scale.equal(boxes() + 1)
-        assert [each.dtype for each in several] == [HALF, FLOAT]
+        assert [each.dtype for each in several] == [FLOAT, HALF, HALF, FLOAT]
 
     def test_functions_write_to_arguments_under_vmap(self, made: Callable[..., Any]) -> None:
         given = torch.stack([boxes(), boxes()])

@@ -11,6 +11,7 @@ import torch
 from helpers import HALF_DTYPES, dtype_name
 from optimizers import backward
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ampatch import amp
 from ampatch.errors import AmpWarning, UsageError
@@ -153,10 +154,21 @@ def test_each_write_to_a_kept_state_dict_reaches_the_weights(looks, half):
     kept = teacher.state_dict()["weight"]
     for _ in range(looks):
         teacher(torch.ones(2, 4))
+        teacher.state_dict()
     for number in range(1, 4):
         kept.add_(1)
         teacher(torch.ones(2, 4))
         assert teacher.weight.tolist() == [[float(number)] * 4] * 3
+
+
+def test_a_state_dict_has_the_values_of_a_checkpoint_and_is_kept_by_nothing(half):
+    _, teacher, _ = pair(half)
+    kept = teacher.state_dict()
+    teacher.load_state_dict({name: each + 1 for name, each in kept.items()})
+    assert teacher.state_dict()["weight"].equal(torch.ones(3, 4))
+    reference = StorageWeakRef(teacher.state_dict()["weight"].untyped_storage())
+    teacher(torch.ones(2, 4))
+    assert reference.expired()
 
 
 def test_writing_to_memory_that_a_weight_has_left_is_an_error(half):
@@ -172,11 +184,12 @@ def test_writing_to_memory_that_a_weight_has_left_is_an_error(half):
 
 def test_a_teacher_that_runs_in_inference_mode_can_be_trained_later(half):
     _, teacher, _ = pair(half)
+    teacher.weight.grad = torch.ones_like(teacher.weight)
     with torch.no_grad():
         teacher.weight.add_(1)
     with torch.inference_mode():
         teacher(torch.ones(2, 4))
-    assert teacher.weight.dtype is torch.float32
+    assert teacher.weight.dtype is teacher.weight.grad.dtype is torch.float32
     assert not teacher.weight.is_inference()
 
 
