@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COPIES, Calls, Write, assert_same_bits, in_thread
+from helpers import Calls, Write, assert_same_bits, in_thread
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -95,11 +95,6 @@ class TestForward:
         model = ruled(modules, half_dtype=half)
         model(INPUTS)
         assert model.seen == [[half if each is HALF else each for each in types] for types in seen]
-
-    def test_float32_equals_keep_fp32(self) -> None:
-        result = ruled({"head": "float32"})(INPUTS)
-        amp.deinitialize()
-        assert_same_bits(result, amp.initialize(Net(), half_dtype=HALF, keep_fp32="head", verbosity=0)(INPUTS))
 
     def test_rules_of_all_parts_equal_the_same_lists_of_a_session(self) -> None:
         result = ruled({"Part": OWN})(INPUTS)
@@ -354,14 +349,6 @@ class TestCopies:
         for twin, seen in ((copy.deepcopy(model).head, BY_OWN), (pickle.loads(pickle.dumps(model.head)), BY_SESSION)):
             twin(INPUTS)
             assert twin.seen == seen
-
-    @COPIES
-    def test_a_copy_gets_the_rules_of_a_later_session(self, copied: Any) -> None:
-        twin = copied(ruled({"head": OWN}))
-        amp.deinitialize()
-        ruled({"head": OWN}, twin)
-        twin(INPUTS)
-        assert twin.head.seen == BY_OWN
 
 
 class TestTransforms:
