@@ -130,11 +130,12 @@ def end(module: nn.Module, dtype: torch.dtype | None, result: object) -> object:
 
     Args:
         module: module whose forward pass ends.
-        dtype: dtype to cast new tensors to, in the result and in the writes; None leaves both unchanged.
+        dtype: dtype to cast new tensors to, in the result and in the writes; None leaves them as they are.
         result: result of the forward pass; None if it raised.
 
     Returns:
-        The result for the caller. If ``dtype`` is given, arguments in it are replaced by the caller's own.
+        The result for the caller. Arguments in it are replaced by the caller's own; if ``dtype`` is None, only those
+        that the forward pass has written to.
     """
     known = Replacements()
     if not is_compiling():
@@ -145,7 +146,7 @@ def end(module: nn.Module, dtype: torch.dtype | None, result: object) -> object:
         forward = forwards.pop()
         known = forward.known
         _write_all(forward, dtype)
-    return result if dtype is None else cast_floating(result, dtype, known)
+    return cast_floating(result, dtype, known)
 
 
 def call(function: Callable[..., Any], original: Arguments, passed: Arguments, module: nn.Module | None = None) -> Any:
@@ -298,13 +299,13 @@ def _write_tensor(copy: _Copy, is_function: bool) -> bool:
     In a strided tensor, elements that the forward pass has not changed keep all their digits.
 
     Returns:
-        True if it could; False if the copy has another shape or layout than the caller's tensor.
+        True if it could; False if the copy has another shape than the caller's tensor.
 
     Raises:
-        UsageError: the shape or layout differs, and the caller has called a function, not a model.
+        UsageError: the shape differs, and the caller has called a function, not a model.
     """
     original, passed = copy.original, copy.passed
-    if passed.shape != original.shape or passed.layout is not original.layout:
+    if passed.shape != original.shape:
         if is_function:
             raise UsageError(
                 f"a function gave shape {tuple(passed.shape)} to an argument of shape {tuple(original.shape)} in "
