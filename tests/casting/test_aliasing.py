@@ -260,13 +260,13 @@ class TestDecorated:
 
     def test_arguments_that_are_only_read_are_not_written_to(self) -> None:
         @amp.float_function
-        def reads(several: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-            kept.append(several[0].float())  # as without amp, this is float32
-            return several
+        def reads(batch: dict[str, Tensor], kept: list[Tensor]) -> dict[str, Tensor]:
+            kept.append(batch["x"].float())  # as without amp, this is float32
+            return batch
 
         given, kept = boxes(), []
         before = given._version
-        assert reads([given], kept)[0].dtype is kept[0].dtype is FLOAT
+        assert reads({"x": given}, kept)["x"].dtype is kept[0].dtype is FLOAT
         assert given._version == before
 
     @eager_and_compiled

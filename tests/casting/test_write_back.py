@@ -326,13 +326,13 @@ class TestContainers:
 
         assert list(batch) == ["b", "c", "a"]
 
-    @pytest.mark.parametrize("make", [Batch, Slots])
-    def test_result_in_a_container_without_casts_is_float32(self, make: Callable[..., Any]) -> None:
-        cache = make(None)
-
+    @pytest.mark.parametrize(
+        ("cache", "dtype"), [(Batch(ones()), FLOAT32), (Slots(ones()), FLOAT32), (SimpleNamespace(), HALF)]
+    )
+    def test_result_in_an_object_without_casts_is_float32_if_amp_opens_its_class(self, cache: Any, dtype: Any) -> None:
         initialized(lambda layer, x, cache: setattr(cache, "out", layer(x)))(ones(), cache)
 
-        assert cache.out.dtype is FLOAT32
+        assert cache.out.dtype is dtype
 
     def test_containers_of_an_interrupted_forward_are_dropped(self) -> None:
         def work(layer: nn.Module, batch: Any) -> None:
@@ -473,13 +473,6 @@ class TestWhatIsLeftAlone:
 
         initialized(lambda layer, batch, hidden: layer(batch["x"]))(Closed(x=ones()), ClosedList([ones()]))
 
-    def test_result_in_an_object_of_another_class_stays_half(self) -> None:
-        cache = SimpleNamespace()
-
-        initialized(lambda layer, x, cache: setattr(cache, "out", layer(x)))(ones(), cache)
-
-        assert cache.out.dtype is HALF
-
     @pytest.mark.slow
     @pytest.mark.parametrize("strict", [False, True])
     def test_exported_model_writes_to_no_container(self, strict: bool) -> None:
@@ -492,10 +485,10 @@ class TestWhatIsLeftAlone:
         assert set(batch) == {"x"}
 
     def test_results_stay_as_they_are_with_amp_off(self) -> None:
-        batch, hidden = {"x": ones()}, [ones()]
-        model = initialized(lambda layer, batch, hidden: hidden.append(hidden[0].half()))
+        hidden = [ones()]
+        model = initialized(lambda layer, hidden: hidden.append(hidden[0].half()))
         amp.deinitialize()
 
-        model(batch, hidden)
+        model(hidden)
 
         assert hidden[1].dtype is torch.float16
