@@ -21,7 +21,7 @@ import torch
 
 from ampatch.demo import checkpoints, digits, interrupts, progress, report, run_report, training
 from ampatch.demo.checkpoints import Checkpoint
-from ampatch.demo.plan import CHOICES, OPT_LEVELS, SETTINGS, Plan
+from ampatch.demo.plan import CHOICES, OPT_LEVELS, SETTINGS, Plan, Run
 from ampatch.demo.run_report import RunReport
 from ampatch.demo.training import Result, State
 from ampatch.diagnostics import json_files
@@ -50,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `ampatch demo` to ``parser``, for `run`. An argument that is not given is None."""
     parser.add_argument(
         "--opt-levels",
-        type=_one_or_more(CHOICES, f"{', '.join(SETTINGS)}, or a level alone for all of its half types", "O0,O1"),
+        type=partial(
+            _names,
+            known=CHOICES,
+            expected=f"{', '.join(SETTINGS)}, or a level alone for all of its half types",
+            example="O0,O1",
+        ),
         metavar="LEVELS",
         help=f"opt levels to train at, separated by commas, with or without a half type (default: "
         f"{_listed(DEFAULTS.opt_levels)}). A level alone means that level with each of its half types, so "
@@ -59,20 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--half-dtype",
         dest="half_dtypes",
-        type=_one_or_more(HALF_DTYPES, ", ".join(HALF_DTYPES), "bfloat16"),
+        type=partial(_names, known=HALF_DTYPES, expected=", ".join(HALF_DTYPES), example="bfloat16"),
         metavar="DTYPES",
         help="half types to train in, separated by commas, at levels given without one (default: "
         f"{_listed(DEFAULTS.half_dtypes)}); O0 always uses none, O4 and O5 always use bfloat16",
     )
     parser.add_argument(
         "--epochs",
-        type=_integer(1, 1000, DEFAULTS.epochs),
+        type=partial(_integer, minimum=1, maximum=1000, example=DEFAULTS.epochs),
         metavar="N",
         help=f"how often each run sees every digit (default: {DEFAULTS.epochs})",
     )
     parser.add_argument(
         "--seed",
-        type=_integer(0, 2**32 - 1, DEFAULTS.seed),
+        type=partial(_integer, minimum=0, maximum=2**32 - 1, example=DEFAULTS.seed),
         metavar="N",
         help=f"seed of the initial weights and of the order of the digits (default: {DEFAULTS.seed})",
     )
@@ -82,18 +87,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="cpu|cuda",
         help="device to train on (default: cuda if torch sees a GPU, or else cpu)",
     )
-    parser.add_argument(
-        "--json", type=_file_with((), ""), metavar="FILE", help="also write the results to FILE, as JSON"
-    )
+    parser.add_argument("--json", type=_file, metavar="FILE", help="also write the results to FILE, as JSON")
     parser.add_argument(
         "--report",
-        type=_file_with(run_report.SUFFIXES, "Type for example report.html"),
+        type=partial(_file, suffixes=run_report.SUFFIXES, otherwise="Type for example report.html"),
         metavar="FILE.html",
         help="also record the first run in float16, or else in another half type, with amp.report, and write its page",
     )
     parser.add_argument(
         "--save",
-        type=_file_with((), ""),
+        type=_file,
         metavar="FILE",
         help="file where Ctrl-C saves the progress; an existing file is replaced (default: the file given to "
         f"--resume, or {DEFAULT_CHECKPOINT})",
@@ -224,6 +227,11 @@ def _train(start: Checkpoint, keeper: _Keeper, recorded: RunReport | None) -> li
     steps = plan.epochs * training.steps_per_epoch(train)
     done_before = 0 if state is None else training.steps_done(state)  # now, as the next run adds to this state
     with progress.shown(times, steps, finished=len(results), steps_done=done_before) as shown:
+
+        def after_step(run: Run, loss: float, state: Callable[[], State]) -> None:
+            shown.step(run, loss)
+            keeper.stop_if_asked(results, state)
+
         for planned in runs[len(results) :]:
             recording = recorded if recorded is not None and planned == recorded.run else None
             result = training.run(
@@ -233,7 +241,7 @@ def _train(start: Checkpoint, keeper: _Keeper, recorded: RunReport | None) -> li
                 planned.dtype,
                 epochs=plan.epochs,
                 seed=plan.seed,
-                on_step=partial(_after_step, partial(shown.step, planned), keeper, results),
+                on_step=partial(after_step, planned),
                 resume_from=state,
                 recording=None if recording is None else recording.recording,
             )
@@ -245,13 +253,6 @@ def _train(start: Checkpoint, keeper: _Keeper, recorded: RunReport | None) -> li
             results, state, done_before = [*results, result], None, 0
             keeper.stop_if_asked(results, None)
     return results
-
-
-def _after_step(
-    show: Callable[[float], None], keeper: _Keeper, finished: list[Result], loss: float, state: Callable[[], State]
-) -> None:
-    show(loss)
-    keeper.stop_if_asked(finished, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,17 +321,13 @@ def _listed(value: list[str] | int) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
-def _one_or_more(known: Collection[str], expected: str, example: str) -> Callable[[str], list[str]]:
-    """Returns a parser of names separated by commas; it drops repeated names."""
-
-    def read(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",")]
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {expected}. Type for example {example}")
-        return list(dict.fromkeys(names))
-
-    return read
+def _names(text: str, known: Collection[str], expected: str, example: str) -> list[str]:
+    """Parses names separated by commas; drops repeated ones."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {expected}. Type for example {example}")
+    return list(dict.fromkeys(names))
 
 
 def _default_device() -> str:
@@ -345,28 +342,21 @@ def _device(text: str) -> str:
     return text
 
 
-def _integer(minimum: int, maximum: int, example: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = minimum - 1
-        if not minimum <= number <= maximum:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number from {minimum} to {maximum}. Type for example {example}"
-            )
-        return number
-
-    return read
+def _integer(text: str, minimum: int, maximum: int, example: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = minimum - 1
+    if not minimum <= number <= maximum:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number from {minimum} to {maximum}. Type for example {example}"
+        )
+    return number
 
 
-def _file_with(suffixes: Sequence[str], otherwise: str) -> Callable[[str], Path]:
-    """Returns a parser of files to write, which raises before any training; see `json_files.checked_path`."""
-
-    def read(text: str) -> Path:
-        try:
-            return json_files.checked_path(text, suffixes, otherwise)
-        except OptionError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
+def _file(text: str, suffixes: Sequence[str] = (), otherwise: str = "") -> Path:
+    """Parses the name of a file to write, and raises before any training; see `json_files.checked_path`."""
+    try:
+        return json_files.checked_path(text, suffixes, otherwise)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

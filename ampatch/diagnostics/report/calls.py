@@ -50,6 +50,7 @@ _Casts = TypeVar("_Casts", Tensor, list[Tensor])
 _V = TypeVar("_V")
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
+_Widened = dict[int, tuple[StorageWeakRef, tuple[int, ...]]]
 
 _CASTS_BACK = "ToCopyBackward0"
 #: The code that casts the arguments and results of models and of their parts.
@@ -83,7 +84,8 @@ class CallRecorder(Recorder):
         self._modules = Modules()
         self._info = cache(_Info)
         self._by_node: dict[int, Row] = {}  # where the backward passes of casts count, by the numbers of their nodes
-        self._widened = _Widened()
+        # Tensors that were cast from half to a wider type, by their memory: its reference, and their version counters.
+        self._widened: _Widened = {}
         self._decorated: set[Any] = set()
         self._session: weakref.ref[Any] | None = None
         self._rulings: Rulings | None = None
@@ -111,7 +113,7 @@ class CallRecorder(Recorder):
         """Stops recording. What was recorded stays."""
         super().stop()
         self._by_node.clear()
-        self._widened = _Widened()
+        self._widened.clear()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what was recorded so far as plain data; waits for casts on GPUs that still run."""
@@ -253,7 +255,7 @@ class CallRecorder(Recorder):
             for each in [made] if isinstance(made, Tensor) else made:
                 self._note_cast(row, each, None if each.grad_fn is None else sequence_number(each.grad_fn))
             if isinstance(made, Tensor):
-                row.undone += self._widened.note(tensor, made)
+                row.undone += _undoes(self._widened, tensor, made)
         return made  # type: ignore[no-any-return]
 
     def hit(self, kept: list[Tensor]) -> None:
@@ -338,7 +340,7 @@ class CallRecorder(Recorder):
             made = self._rows.timed(row, tensor.is_cuda, partial(TO_COPY, *args, **kwargs))
             if row is not None:
                 self._note_cast(row, made, number)
-            if node is None and self._widened.note(tensor, made) and row is not None:
+            if node is None and _undoes(self._widened, tensor, made) and row is not None:
                 row.undone += 1
         return made
 
@@ -392,23 +394,17 @@ class _Call:
                     row.add_hits([tensor])
 
 
-class _Widened:
-    """Tensors that were cast from half to a wider type, by their memory: its reference, and their version counters."""
-
-    def __init__(self) -> None:
-        self._by_memory: dict[int, tuple[StorageWeakRef, tuple[int, ...]]] = {}
-
-    def note(self, tensor: Tensor, made: Tensor) -> bool:
-        """Notes a cast; returns True if it casts such a tensor back to half, and nothing has written to it since."""
-        if tensor.layout is not torch.strided or made.layout is not torch.strided:
-            return False
-        if tensor.dtype in HALVES and made.dtype not in HALVES:
-            storage = StorageWeakRef(made.untyped_storage())
-            remember(self._by_memory, storage.cdata, (storage, operands.versions_of(made)))
-        elif made.dtype in HALVES and tensor.dtype not in HALVES and type(tensor) is not Parameter:
-            wide, versions = self._by_memory.get(storage_id(tensor.untyped_storage()), (None, ()))
-            return wide is not None and not wide.expired() and versions == operands.versions_of(tensor)
+def _undoes(widened: _Widened, tensor: Tensor, made: Tensor) -> bool:
+    """Notes a cast to a wider type; returns True for a cast back to half of one to which nothing has written since."""
+    if tensor.layout is not torch.strided or made.layout is not torch.strided:
         return False
+    if tensor.dtype in HALVES and made.dtype not in HALVES:
+        storage = StorageWeakRef(made.untyped_storage())
+        remember(widened, storage.cdata, (storage, operands.versions_of(made)))
+    elif made.dtype in HALVES and tensor.dtype not in HALVES and type(tensor) is not Parameter:
+        wide, versions = widened.get(storage_id(tensor.untyped_storage()), (None, ()))
+        return wide is not None and not wide.expired() and versions == operands.versions_of(tensor)
+    return False
 
 
 class _Thread(Thread):

@@ -176,12 +176,12 @@ class Steps(step_observers.StepObserver):
         self._end(step)
 
     @_timed
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Counts gradients that came from no block."""
         if id(optimizer) in self._open or self._is_hidden(optimizer):
             return
         # Gradients that are there before a closure runs are those of the step before. args[0] is the optimizer.
-        if (kwargs or {}).get("closure", args[1] if len(args) > 1 else None) is not None:
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
             return
         # Both are of a GradScaler that leaves it to the kernel.
         divisor, verdict = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
