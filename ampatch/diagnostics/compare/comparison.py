@@ -17,7 +17,6 @@ from ampatch.diagnostics.compare.result import ComparedRow, Comparison, Gradient
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.diagnostics.trial_steps.steps import Setup, Step, draws_itself, opened_copy, until_finite
 from ampatch.diagnostics.trial_steps.subject import Subject, noting, noting_warnings, undisturbed
-from ampatch.half_types import HALVES
 from ampatch.opt_levels import dtype_name
 
 _MEMORY = "ampatch: amp.compare keeps all tensors of both steps. Give it a smaller batch."
@@ -99,15 +98,13 @@ class _Recorded:
     """A step that ran.
 
     Attributes:
-        name: its name in the result.
-        half_name: the half type that it computes in; empty if it computes in float32.
+        setup: its arguments of ``amp.initialize``.
         calls: its operators.
         step: its loss and gradients.
         missed_threads: True if forward passes in other threads were not watched.
     """
 
-    name: str
-    half_name: str
+    setup: Setup
     calls: list[Call]
     step: Step
     missed_threads: bool
@@ -119,10 +116,7 @@ def _recorded(subject: Subject, setup: Setup, scale: float) -> _Recorded:
         examiner = setup.examiner(opened.model)
         watch = Watch(keep=lambda _: True, keep_results=True)
         step, _ = opened.watched_step(watch)
-        properties = setup.properties
-        is_half = properties.patch_torch_functions or properties.cast_model_type in HALVES
-        half_name = dtype_name(setup.half_dtype) if is_half else ""
-        return _Recorded(setup.name, half_name, calls_of(watch, examiner), step, watch.missed_threads)
+        return _Recorded(setup, calls_of(watch, examiner), step, watch.missed_threads)
 
 
 def _named(setup: Setup) -> contextlib.AbstractContextManager[None]:
@@ -145,18 +139,20 @@ def _verdict(
     begins = "" if first is None else f" It begins in {where(first)}."
     if a.step.is_finite != b.step.is_finite:
         broken, sound = (a, b) if b.step.is_finite else (b, a)
-        return f"{broken.name} has inf or NaN in loss or gradients, and {sound.name} has none.{begins}"
+        return f"{broken.setup.name} has inf or NaN in loss or gradients, and {sound.setup.name} has none.{begins}"
     if not a.step.is_finite:
         return f"Loss or gradients of both steps have inf or NaN, so that no precision is to blame.{begins}"
     if error == 0 and not any(row.error for row in rows):
-        return f"{a.name} and {b.name} give the same numbers in every call that both have."
-    kind = " and ".join(dict.fromkeys(each.half_name for each in (a, b) if each.half_name)) or "float32"
+        return f"{a.setup.name} and {b.setup.name} give the same numbers in every call that both have."
+    halves = (dtype_name(each.setup.half_dtype) for each in (a, b) if each.setup.opt_level != "O0")
+    kind = " and ".join(dict.fromkeys(halves)) or "float32"
     compared = (
-        f"its gradients differ from those of {a.name} by {error:.2g} of their norm, and rounding explains {noise:.2g}."
+        f"its gradients differ from those of {a.setup.name} by {error:.2g} of their norm, and rounding explains "
+        f"{noise:.2g}."
     )
     if error > noise:
-        return f"{b.name} is beyond the noise of {kind}: {compared}{begins}"
+        return f"{b.setup.name} is beyond the noise of {kind}: {compared}{begins}"
     starting = sum(row.starts for row in rows) or 1
     calls = "one call is" if starting == 1 else f"{starting} calls are"
     yet = "" if first is None else f" Yet {calls} above the noise, first {where(first)}."
-    return f"{b.name} is within the noise of {kind}: {compared}{yet}"
+    return f"{b.setup.name} is within the noise of {kind}: {compared}{yet}"

@@ -100,28 +100,29 @@ def _verdict(
 ) -> LevelVerdict:
     """Returns the verdict for a level; it is measured with its change unless it raises."""
     first = run(setup)
-    mended, runs = (None, 0) if first.passes else _mended(first, operators, run)
-    best, change = mended or first, None if mended is None else mended.setup.as_call()
+    best, runs = _mended(first, operators, run)
+    change = None if best is first else best.setup.as_call()
     verdict, scale = replace(first.level, change=change, tried=runs), best.level.loss_scale
     return verdict if scale is None else with_figures(verdict, replace(best.setup, init_scale=scale))
 
 
-def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -> tuple[Trial | None, int]:
+def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -> tuple[Trial, int]:
     """Searches a change: adds parts until the model passes, then drops those that are not needed.
 
     Args:
-        first: the run without a change, which does not pass.
+        first: the run without a change.
         operators: what is known of the float32 step.
         run: runs a step with a setup.
 
     Returns:
-        The last run with the change, which passes, or None if no change was found; and the number of runs.
+        The last run with the change, which passes; the first run if it needs none, or if no change was found. And the
+        number of runs.
     """
     runs, current, seen = 0, first, set(first.setup.parts)
     while not current.passes:
         part = next((each for each in _candidates(current, operators) if each not in seen), None)
         if part is None or runs == _LIMIT:
-            return None, runs
+            return first, runs
         seen.add(part)
         others = [each for each in current.setup.parts if not each[0] == part[0] == "loss_scale"]
         trial = run(replace(current.setup, parts=(*others, part)))  # a change has one loss scale
