@@ -17,6 +17,7 @@ import torch
 
 from ampatch import demo
 from ampatch.demo import digits
+from ampatch.demo.progress import Progress
 
 STEPS_OF_A_RUN = 10  # of two epochs
 CHECKPOINT = "ampatch-demo.pt"
@@ -34,16 +35,16 @@ def few() -> Iterator[None]:
 
 def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, steps: int, times: int = 1) -> None:
     """Presses Ctrl-C once or several times, that many steps from now."""
-    after_step, left = demo._after_step, [steps]
+    step, left = Progress.step, [steps]
 
     def press(*arguments: Any) -> None:
         left[0] -= 1
         if left[0] == 0:
             for _ in range(times):
                 signal.raise_signal(signal.SIGINT)
-        after_step(*arguments)
+        step(*arguments)
 
-    monkeypatch.setattr(demo, "_after_step", press)
+    monkeypatch.setattr(Progress, "step", press)
 
 
 def results(path: str | Path = "results.json") -> list[dict[str, Any]]:

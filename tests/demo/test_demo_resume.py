@@ -29,6 +29,7 @@ from ampatch.cli import main
 from ampatch.demo import checkpoints, digits, report, training
 from ampatch.demo.checkpoints import Checkpoint
 from ampatch.demo.plan import SETTINGS, Plan, Run
+from ampatch.demo.progress import Progress
 from ampatch.demo.training import Result, State
 
 pytest_plugins = ["demo_digits"]
@@ -180,7 +181,7 @@ class TestInterrupting:
         assert results() == uninterrupted
 
     def test_ctrl_c_that_cannot_be_held_back_ends_with_a_plain_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(demo, "_after_step", Mock(side_effect=KeyboardInterrupt))
+        monkeypatch.setattr(Progress, "step", Mock(side_effect=KeyboardInterrupt))
         status, _, err = ampatch("demo", "--opt-levels", "O0")
         assert (status, err.splitlines()[-1]) == (130, "Interrupted: nothing was saved.")
 
