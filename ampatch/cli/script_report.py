@@ -31,7 +31,7 @@ TRACE = "AMPATCH_TRACE_OVERFLOW"  # read by ampatch.scaling.overflows as well, w
 REPORTER = "AMPATCH_RUN_REPORTER"
 #: The variables in which launchers tell a process its rank, in the order in which they count.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
-_SUFFIXES = (".html", ".htm", ".json")
+_SUFFIXES = (*json_files.PAGES, ".json")
 
 
 def variables(path: str | None, traces: bool) -> dict[str, str]:

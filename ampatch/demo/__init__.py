@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=_file, metavar="FILE", help="also write the results to FILE, as JSON")
     parser.add_argument(
         "--report",
-        type=partial(_file, suffixes=run_report.SUFFIXES, otherwise="Type for example report.html"),
+        type=partial(_file, suffixes=json_files.PAGES, otherwise="Type for example report.html"),
         metavar="FILE.html",
         help="also record the first run in float16, or else in another half type, with amp.report, and write its page",
     )
@@ -199,7 +199,7 @@ def _recorded(start: Checkpoint, *, is_typed: bool) -> RunReport | None:
                 "--resume to train from the start."
             )
         return None  # its page was written when it ended
-    return RunReport(run, _still_writable("--report", start.report, run_report.SUFFIXES))
+    return RunReport(run, _still_writable("--report", start.report, json_files.PAGES))
 
 
 def _still_writable(option: str, file: str, suffixes: Sequence[str] = ()) -> Path:

@@ -14,9 +14,6 @@ from ampatch import amp
 from ampatch.demo.plan import Run
 from ampatch.diagnostics import json_files
 
-#: The endings of a page's name.
-SUFFIXES = (".html", ".htm")
-
 
 def reported(runs: Sequence[Run]) -> Run | None:
     """Returns the run that a report is about: the first in float16, or else in another half type; None without one."""

@@ -18,6 +18,8 @@ from ampatch.errors import OptionError
 
 FORMAT = "ampatch report"
 VERSION = 1
+#: The endings of a page's name.
+PAGES = (".html", ".htm")
 _WRITE_ONE = "Write one with report.save('report.json'), or with `ampatch run --report report.json SCRIPT`."
 
 

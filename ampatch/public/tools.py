@@ -424,5 +424,5 @@ def replay(
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     bare = (each.module if isinstance(each, wrappers) else getattr(each, COMPILED_ORIGINAL, each) for each in given)
     models = [adopted_model.check_model(each) for each in bare]
-    chosen = replays.LEVELS if levels is None else checked_levels(levels)
+    chosen = checked_levels(replays.LEVELS if levels is None else levels)
     return replays.replay(path, models, chosen, compiled=as_flag("compiled", compiled))

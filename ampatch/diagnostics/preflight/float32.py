@@ -143,10 +143,9 @@ class Operators:
     def _knows(self, op: WatchedOp) -> bool:
         """Returns True if a list or a registration names the function that ran an operator, or one that it calls."""
         if _is_custom(op):
-            names = {path.namespace for path, _ in shipped().rules if path.name == op.op_name}
-            return self._has_registered(op.op.overloadpacket, op.op) or any(
-                name.startswith(op.op.namespace) for name in names
-            )
+            named = (path for path, _ in shipped().rules if path.name == op.op_name)
+            is_listed = any(path.namespace.startswith(op.op.namespace) for path in named)
+            return is_listed or self._has_registered(op.op.overloadpacket, op.op)
         function = unwrapped(op.function)
         if function is None or id(function) in self._rules or self._has_registered(function):
             return True

@@ -17,7 +17,7 @@ from ampatch.cast_lists.paths import prefixes
 from ampatch.cast_lists.spellings import entry_for
 from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.preflight.float32 import Operators, underflows
-from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, PASSES, LevelVerdict, Preflight
+from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, MANY_FLUSHED, PASSES, LevelVerdict, Preflight
 from ampatch.diagnostics.preflight.trials import Trial, measured, tried
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.diagnostics.trial_steps.levels import Level
@@ -32,9 +32,6 @@ _O0 = Setup("O0", torch.float16)
 
 #: Parts that are added to a change before the search gives up.
 _LIMIT = 8
-
-#: A share of flushed gradient values that makes another loss scale the first thing to try.
-_MANY_FLUSHED = 0.01
 
 
 def preflight(subject: Subject, levels: Sequence[Level], tolerance: float, measure: bool) -> Preflight:
@@ -143,7 +140,7 @@ def _candidates(trial: Trial, operators: Operators) -> Iterator[Part]:
     if properties.loss_scale != "dynamic":
         if level.trace is not None and level.trace.max_loss_scale is not None:
             yield "loss_scale", level.trace.max_loss_scale
-        if level.verdict == INACCURATE and (level.underflow or 0.0) >= _MANY_FLUSHED:
+        if level.verdict == INACCURATE and (level.underflow or 0.0) >= MANY_FLUSHED:
             yield "loss_scale", "dynamic"
     yield from _functions(level, operators) if properties.patch_torch_functions else _modules(trial, operators)
 

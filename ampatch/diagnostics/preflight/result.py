@@ -28,6 +28,8 @@ GRADIENT_BOUND = 0.2
 #: The greatest error of a change that the step makes to a buffer or a frozen weight. A counter that stalls has 1;
 #: running statistics have some hundredths.
 STATE_BOUND = 0.5
+#: A share of flushed gradient values that makes another loss scale the first thing to try, and that is told.
+MANY_FLUSHED = 0.01
 
 _LEAST_SHARE = 0.001  # of flushed values that is printed
 _NEARLY_ALL = 0.99  # of them that are noise
@@ -363,7 +365,7 @@ def _reason(each: LevelVerdict, bound: float) -> str:
         return f": {error}. Keep it in float32, and compute it from float32 tensors."
     if each.verdict == INACCURATE:
         flushed = ""
-        if each.underflow is not None and each.underflow >= 0.01:
+        if each.underflow is not None and each.underflow >= MANY_FLUSHED:
             flushed = f"; float16 flushes {each.underflow:.0%} of the gradient values to zero at this scale"
         return f": the gradient error is {each.gradient_error:.2g}, above {bound:g}{flushed}."
     parts, trace = [f" at a loss scale of {each.loss_scale:g}."], each.trace

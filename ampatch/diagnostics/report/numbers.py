@@ -59,11 +59,8 @@ def count(value: Any) -> str:
     return f"{digits(number / 1000**thousands)}{_SPACE}{'MG'[thousands - 2]}" if abs(number) < 1e12 else digits(number)
 
 
-def size(value: Any) -> str:
+def size(number: float) -> str:
     """Returns a number of bytes in bytes, KiB, MiB and so on."""
-    number = real(value)
-    if number is None or not math.isfinite(number):
-        return digits(value)
     if not number:
         return "0"
     step = 0
@@ -73,23 +70,20 @@ def size(value: Any) -> str:
     return f"{text}{_SPACE}{_BYTES[step]}".replace("-", _MINUS)
 
 
-def seconds(value: Any) -> str:
+def seconds(number: float) -> str:
     """Returns a time in min, s, ms, µs or ns."""
-    number = real(value)
-    if number is None or not math.isfinite(number):
-        return digits(value)
     unit, name = next((pair for pair in _SECONDS if abs(number) >= 0.9995 * pair[0]), _SECONDS[-1])
     return f"{digits(number / unit)}{_SPACE}{name if number else 's'}"
 
 
-def size_in_text(value: Any) -> str:
+def size_in_text(number: float) -> str:
     """Returns what `size` does in characters that every terminal shows, and with spaces that may break."""
-    return size(value).translate(_IN_TERMINAL)
+    return size(number).translate(_IN_TERMINAL)
 
 
-def seconds_in_text(value: Any) -> str:
+def seconds_in_text(number: float) -> str:
     """Returns what `seconds` does in such characters."""
-    return seconds(value).translate(_IN_TERMINAL)
+    return seconds(number).translate(_IN_TERMINAL)
 
 
 def percent(value: Any) -> str:

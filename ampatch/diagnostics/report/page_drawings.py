@@ -19,7 +19,7 @@ from ampatch.diagnostics.report.tree import Module
 from ampatch.grouping import grouped
 
 #: Points of a line; of more, the least and the greatest of each stretch are drawn.
-_POINTS = 600
+POINTS = 600
 #: Overflows that get a point of their own, with a text; of more only lines are drawn.
 _MARKS = 200
 HEIGHT = 180  # of a plot, in pixels
@@ -164,7 +164,7 @@ def module_map(roots: Sequence[Module]) -> dict[str, Any] | None:
     return {"told": told, "weighs": weighs, "cells": list(cells(roots, 0, 0))}
 
 
-def thinned(line: Sequence[_Point], limit: int = _POINTS) -> list[_Point]:
+def thinned(line: Sequence[_Point], limit: int = POINTS) -> list[_Point]:
     """Returns at most about twice `limit` points of a line: of each stretch the least, the greatest, and breaks."""
     if len(line) <= limit:
         return list(line)

@@ -13,7 +13,6 @@ import time
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +69,7 @@ class Report:
         self._start = time.perf_counter()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._seconds is not None:
             return
         self._seconds = time.perf_counter() - self._start
@@ -146,7 +145,7 @@ class Report:
             UsageError: the report's block has not begun.
         """
         otherwise = "Type report.to_html('report.html'); or report.save('report.json') for a JSON file."
-        file = json_files.checked_path(path, (".html", ".htm"), otherwise)
+        file = json_files.checked_path(path, json_files.PAGES, otherwise)
         data = self.to_dict()
         from ampatch.diagnostics.report.page import page
 
