@@ -8,6 +8,7 @@ starts from that state reaches the same result: on the CPU bit for bit.
 from __future__ import annotations
 
 import time
+import timeit
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -199,13 +200,8 @@ def seconds_per_step(digits: Digits, opt_level: str, half_dtype: torch.dtype | N
     """
     step = _first_step(digits, opt_level, half_dtype, seed)
     try:
-        seconds = []
-        for _ in range(_STEPS_UNTIL_MEASURED):
-            started = time.perf_counter()
-            step().item()
-            seconds.append(time.perf_counter() - started)
         # The minimum: the first step includes setup, and other processes can slow down any step.
-        return min(seconds)
+        return min(timeit.repeat(lambda: step().item(), number=1, repeat=_STEPS_UNTIL_MEASURED))
     finally:
         amp.deinitialize()
 
