@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,14 +36,13 @@ def in_float32(entries: Iterable[Entry]) -> Iterator[None]:
         spellings(name) if namespace == EVERY_NAMESPACE else [Path(namespace, name)] for namespace, name in entries
     )
     run = _InFloat32({id(unwrapped(identity(path))) for path in itertools.chain.from_iterable(paths)})
-    before = cast_observers.observer
-    with ExitStack() as stack:
-        # Has calls of patched functions come to the observer.
-        stack.enter_context(ObservingMode())  # type: ignore[no-untyped-call]
-        stack.enter_context(run)
-        stack.callback(setattr, cast_observers, "observer", before)
-        cast_observers.observer = run
-        yield
+    # The first one has calls of patched functions come to the observer.
+    with ObservingMode(), run:  # type: ignore[no-untyped-call]
+        before, cast_observers.observer = cast_observers.observer, run
+        try:
+            yield
+        finally:
+            cast_observers.observer = before
 
 
 class _InFloat32(TorchFunctionMode):
@@ -55,13 +54,8 @@ class _InFloat32(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if id(unwrapped(func)) in self._ids and is_in_region() and not Switch.is_off():
-            return self._run(unwrapped(func), args, kwargs or {})
+            return self.call(unwrapped(func), func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        wide_args, wide_kwargs = cast_floating((args, kwargs), torch.float32)
-        with WithoutCasts():
-            return function(*wide_args, **wide_kwargs)
 
     # What `cast_observers` asks
 
@@ -69,7 +63,9 @@ class _InFloat32(TorchFunctionMode):
         return id(function) not in self._ids or threading.get_ident() != self._thread
 
     def call(self, function: Any, _: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self._run(function, args, kwargs)
+        wide_args, wide_kwargs = cast_floating((args, kwargs), torch.float32)
+        with WithoutCasts():
+            return function(*wide_args, **wide_kwargs)
 
     def cast(self, _: Any, make: Callable[[], Any]) -> Any:
         return make()
