@@ -127,12 +127,11 @@ def put_into(models: Sequence[nn.Module], saved: Sequence[Mapping[str, Any]], na
         device = next((each.device for each in own.values()), torch.device("cpu"))
         for key, tensor in own.items():
             tensor.data = values["parameters"][key].to(tensor.device, tensor.dtype)
+            tensor.requires_grad_(key not in values["frozen"])
         for key, value in values["buffers"].items():  # some models make or replace them as they run
             parent, _, last = key.rpartition(".")
             with contextlib.suppress(AttributeError):
                 model.get_submodule(parent)._buffers[last] = value.to(device)
-        for key, parameter in model.named_parameters():
-            parameter.requires_grad_(key not in values["frozen"])
         for key, module in model.named_modules():
             module.training = key not in values["in_eval"]
 
@@ -155,17 +154,15 @@ def loaded(
         device = next((own.device for own in module.parameters()), torch.device("cpu"))
         random = [(None if name is None else torch.device(name), state) for name, state in each["random"]]
         random = [(on, state) for on, state in random if on is None or torch.cuda.is_available()]
+        arrived = dict(enumerate(_copied(each["arrived"], device)))
         noted = NotedForward(
             module,
             module if by_call or module is not root else module.forward,
-            _moved((each["args"], each["kwargs"]), device, None if as_saved else torch.float32),
+            _copied((each["args"], each["kwargs"]), device, None if as_saved else torch.float32),
             random,
             each["state"] if as_saved else PLAIN,
+            arrived=arrived if as_saved else tree_map_only(Tensor, finite, arrived),
         )
-        noted.arrived = dict(enumerate(_moved(gradients, device) for gradients in each["arrived"]))
-        if not as_saved:
-            for gradients in noted.arrived.values():
-                gradients.update((place, finite(gradient)) for place, gradient in gradients.items())
         found.append(noted)
     return found
 
@@ -205,17 +202,12 @@ def _of_forward(noted: NotedForward, roots: Sequence[nn.Module]) -> dict[str, An
     return {
         "model": number,
         "module": name,
-        "args": _whole(tuple(args)),
-        "kwargs": _whole(dict(kwargs)),
+        "args": _copied(tuple(args)),
+        "kwargs": _copied(dict(kwargs)),
         "state": noted.state,
         "random": [(None if device is None else str(device), state) for device, state in noted.random],
-        "arrived": [_whole(each) for each in noted.arrived.values()],
+        "arrived": _copied([*noted.arrived.values()]),
     }
-
-
-def _whole(value: Any) -> Any:
-    """Returns a value with copies of its tensors: of a view, torch saves all of the memory behind it."""
-    return tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), value)
 
 
 def _first_other(value: Any) -> object | None:
@@ -226,12 +218,14 @@ def _first_other(value: Any) -> object | None:
     return None if type(value) in (Tensor, nn.Parameter) or type(value) in _PLAIN else value
 
 
-def _moved(value: Any, device: torch.device, half_in: torch.dtype | None = None) -> Any:
-    def move(each: Tensor) -> Tensor:
+def _copied(value: Any, device: torch.device | None = None, half_in: torch.dtype | None = None) -> Any:
+    """Returns a value with copies of its tensors: of a view, torch saves all of the memory behind it."""
+
+    def copied(each: Tensor) -> Tensor:
         dtype = half_in if half_in is not None and each.dtype in HALVES else each.dtype
         return each.detach().to(device, dtype, copy=True).requires_grad_(each.requires_grad)
 
-    return tree_map_only(Tensor, move, value)
+    return tree_map_only(Tensor, copied, value)
 
 
 def _check_same(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], told: str) -> None:
