@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -121,10 +121,14 @@ class NotedForward:
         is_same = versions_of(tensors_in(self.given)) == self._versions
         return "" if is_same else "its arguments were written to since"
 
-    def matching(self, pattern: str, names: Mapping[int, str]) -> list[str]:
-        """Returns the submodules whose names for the user, by the module's id, match a pattern."""
-        named = self.module.named_modules() if pattern else ()
-        return [name for name, each in named if name and matches(pattern, names.get(id(each), ""), each)]
+    def decorate(
+        self, pattern: str, names: Mapping[int, str], decorator: Callable[[Any], Any], copied: nn.Module
+    ) -> None:
+        """Decorates in a copy the forwards of submodules whose names for the user, by the module's id, match."""
+        for name, each in self.module.named_modules() if pattern else ():
+            if name and matches(pattern, names.get(id(each), ""), each):
+                part = copied.get_submodule(name)
+                part.forward = decorator(part.forward)
 
     def run_again(
         self,
@@ -133,9 +137,7 @@ class NotedForward:
         *,
         replaces: Callable[[Tensor], Tensor] | None = None,
         state: State | None = None,
-        compiles: bool = False,
-        parts: Iterable[str] = (),
-        around: Callable[[Any], Any] = lambda forward: forward,
+        prepare: Callable[[nn.Module], None] = lambda _: None,
     ) -> SecondRun:
         """Runs the forward pass and its backward passes again, on copies of the model and of its arguments.
 
@@ -144,16 +146,13 @@ class NotedForward:
             factor: factor of the gradients that came into the outputs: that of another loss scale.
             replaces: returns the gradients for the backward passes to begin with in place of those that came.
             state: a state of autocast in place of the one that was noted.
-            compiles: whether ``torch.compile`` compiles the copy of the model.
-            parts: names of submodules whose forwards are decorated.
-            around: decorates them.
+            prepare: changes the copy of the model before it runs.
 
         Raises:
             Exception: what the second run raises, or the copy of the model.
         """
         run = SecondRun(self)
-        if compiles:
-            run.module.compile()
+        prepare(run.module)
         args, kwargs = run.given
         with contextlib.ExitStack() as stack:
             stack.callback(RandomState().restore)
@@ -161,9 +160,6 @@ class NotedForward:
             region = Region(self.state if state is None else state)
             for each in (region, torch.enable_grad(), contextlib.redirect_stdout(io.StringIO())):
                 stack.enter_context(each)
-            for name in parts:
-                part = run.module.get_submodule(name)
-                part.forward = around(part.forward)
             if watch is not None:
                 stack.enter_context(watch)
             is_told = watch is None or self.call is self.module  # by the hooks around it

@@ -346,8 +346,9 @@ class OverflowTracer:
             around = in_float32(entries or ())
             # An error: types that do not fit together. Then it is no remedy.
             with contextlib.suppress(Exception), contextlib.nullcontext() if pattern else around:
-                given: dict[str, Any] = {"replaces": stand_in(loss_scale), "state": state, "around": around}
-                runs = (each.run_again(None, factor, parts=each.matching(pattern, names), **given) for each in several)
+                given: dict[str, Any] = {"replaces": stand_in(loss_scale), "state": state}
+                prepared = ((each, functools.partial(each.decorate, pattern, names, around)) for each in several)
+                runs = (each.run_again(None, factor, prepare=prepare, **given) for each, prepare in prepared)
                 result = all(run.is_finite for run in runs)
             results.append(result)
             return result

@@ -96,8 +96,8 @@ class _Run:
         """Runs the step with some settings in compiled models; returns the row of the table."""
         try:
             with self._opened(settings, True, compiles=True) as (_, noted):
-                replaces = stand_in(self._saved["loss_scale"])
-                finite = [each.run_again(None, replaces=replaces, compiles=True).is_finite for each in noted]
+                given: dict[str, Any] = {"replaces": stand_in(self._saved["loss_scale"]), "prepare": nn.Module.compile}
+                finite = [each.run_again(None, **given).is_finite for each in noted]
         except Exception as error:  # noqa: BLE001 - a model or a compiler may raise anything
             return ReplayedLevel(name, None, text_of(error))
         return ReplayedLevel(name, all(finite))
