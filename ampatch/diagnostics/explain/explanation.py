@@ -7,7 +7,6 @@ never call the function, cast an argument, or change the session.
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -180,9 +179,8 @@ def _notes_on_parts(rulings: Rulings, paths: Sequence[Path]) -> Iterator[str]:
             continue
         own = lists.of_module(entry).expanded().rules
         keys = [(path, half) for half in rulings.half_dtypes for path in paths]
-        pairs = [(key[0], rules.get(key), own.get(key)) for key in keys]
-        are_meant = [old != new and (rulings.applies(old) or rulings.applies(new)) for _, old, new in pairs]
-        changed = [(path, new) for path, _, new in itertools.compress(pairs, are_meant)]
+        pairs = [(key[0], rules.get(key), own.get(key)) for key in keys if rules.get(key) != own.get(key)]
+        changed = [(path, new) for path, old, new in pairs if rulings.applies(old) or rulings.applies(new)]
         told = dict.fromkeys(f"{path} is {_place(rule)}{_in_one_half(rulings)}" for path, rule in changed)
         if told:
             found.append((", ".join(told), entry))
@@ -206,44 +204,33 @@ def _place(rule: Rule | None) -> str:
 def _explained_call(subject: Subject, rulings: Rulings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExplainedCall:
     if subject.primary.function is None:
         raise OptionError(f"{subject.primary.path} cannot be explained with arguments before its module is imported.")
-    live, why = rulings.live, _why_nothing(subject, rulings)
-    if why is not None:
-        prediction = unchanged(subject.undecorated(subject.primary), args, kwargs, why)
-    elif live is not None and not live.settings.patches_functions:
-        prediction = _predicted_with_half_weights(subject, rulings, live, args, kwargs)
-    else:
-        prediction = _predicted(subject, rulings, args, kwargs)
+    prediction = _predicted(subject, rulings, args, kwargs)
     return ExplainedCall(str(subject.primary.path), dtype_name(rulings.half_dtype), prediction)
 
 
-def _why_nothing(subject: Subject, rulings: Rulings) -> str | None:
-    """Returns why a call casts nothing, whatever its arguments are; None if the arguments decide."""
-    live = rulings.live
-    if live is not None and not live.settings.patches_any:
-        return f"{live.settings.properties.opt_level} patches no functions"
-    if live is not None and live.settings.patches_functions and live.switch.is_off():
-        return "casts are off here"
-    if subject.is_bypass:
-        return "this object is the function without amp"
-    if live is not None and not live.settings.patches_functions:
-        return None
-    if subject.decoration is None and not rulings.is_patched(subject.primary, rulings.half_dtype):
-        return "the function is on no list"
-    return None
-
-
 def _predicted(subject: Subject, rulings: Rulings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prediction:
-    """Predicts a call by what decides first: the registration, the rule, or the decorator."""
-    device_types = adopted_model.all_device_types() if rulings.live is None else rulings.live.device_types
+    """Predicts a call by what decides first: the session, the registration, the rule, or the decorator."""
+    live, spelled = rulings.live, subject.primary
+    function = subject.undecorated(spelled)
+    if live is not None and not live.settings.patches_any:
+        return unchanged(function, args, kwargs, f"{live.settings.properties.opt_level} patches no functions")
+    if live is not None and live.settings.patches_functions and live.switch.is_off():
+        return unchanged(function, args, kwargs, "casts are off here")
+    if subject.is_bypass:
+        return unchanged(function, args, kwargs, "this object is the function without amp")
+    if live is not None and not live.settings.patches_functions:
+        return _predicted_with_half_weights(subject, rulings, live, args, kwargs)
+    device_types = adopted_model.all_device_types() if live is None else live.device_types
     predictor = Predictor(rulings.half_dtype, device_types, rulings.allows_banned)
-    spelled = subject.primary
     known = rulings.registration(spelled)
     if known is not None:
         return predictor.by_registration(known, spelled.function, args, kwargs)
     rule = rulings.rule(spelled, rulings.half_dtype)
     if rule is not None:
         return predictor.by_rule(rule, spelled.function, args, kwargs)
-    return predictor.by_decoration(str(subject.decoration), subject.undecorated(spelled), args, kwargs)
+    if subject.decoration is not None:
+        return predictor.by_decoration(subject.decoration, function, args, kwargs)
+    return unchanged(function, args, kwargs, "the function is on no list")
 
 
 def _predicted_with_half_weights(
