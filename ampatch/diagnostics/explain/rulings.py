@@ -17,7 +17,7 @@ from torch import nn
 from ampatch.cast_lists import coverage
 from ampatch.cast_lists.annotations import Entry, entry_of, shipped_entries, unlisting, user_entries
 from ampatch.cast_lists.lists import CastLists, shipped
-from ampatch.cast_lists.paths import Path, PathError, find, find_owner, identity
+from ampatch.cast_lists.paths import Path, find_or, find_owner, identity
 from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment
 from ampatch.diagnostics.explain.result import Overridden, Ruling, Spelling
 from ampatch.function_wrapper import is_wrapper, unwrapped
@@ -54,11 +54,8 @@ class Located:
 
 def located(path: Path, asked: bool = False) -> Located:
     """Returns what a path leads to; without a function if its module is not imported, or lacks the name."""
-    try:
-        owner = find_owner(path.namespace)
-        return Located(path, owner, None if owner is None else find(path), asked)
-    except PathError:  # an optional entry
-        return Located(path, None, None, asked)
+    function = find_or(path)  # optional entries may lead nowhere
+    return Located(path, None if function is None else find_owner(path.namespace), function, asked)
 
 
 def attribute(owner: object, name: str) -> Any:
