@@ -270,7 +270,7 @@ def _spelling_lines(several: Sequence[Spelling]) -> Iterator[str]:
         path = f"{'* ' if marks and spelling.asked else '  '}{spelling.path}"
         rows += _rows(path, spelling.rulings)
         if spelling.note:
-            rows.append(["", spelling.note])
+            rows.append(["", "", spelling.note])
     yield from _aligned(rows)
     if marks:
         yield "  * the function that was asked about"
@@ -302,7 +302,7 @@ def _meaning_lines(several: Sequence[Spelling], allow_banned: bool) -> Iterator[
     meanings = {**_MEANING, "banned": "computed in float32, by allow_banned=True"} if allow_banned else _MEANING
     found = [(spelling.path, ruling) for spelling in several for ruling in spelling.rulings]
     treatments = {ruling.treatment for _, ruling in found}
-    yield from _aligned([f"  {name}", meaning] for name, meaning in meanings.items() if name in treatments)
+    yield from _aligned([f"  {name}", "", meaning] for name, meaning in meanings.items() if name in treatments)
     if any(ruling.via_dtype for _, ruling in found):
         yield from _wrapped("via_dtype: the function gets dtype=float32 and the half tensor; its kernel casts.", "  ")
     if any(ruling.needs_float32 for _, ruling in found):
@@ -347,12 +347,12 @@ def _place_lines(places: Sequence[BoundPlace], calls_others: bool) -> Iterator[s
 
 
 def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yields rows as lines in columns; the last cell of a row is wrapped."""
-    cells = [[*row, *[""] * (3 - len(row))] if len(row) != 2 else [row[0], "", row[1]] for row in rows]
+    """Yields rows of three cells as lines in columns; the last cell is wrapped, and empty columns are left out."""
+    cells = list(rows)
     first, second = (max((len(row[column]) for row in cells), default=0) for column in (0, 1))
-    for row in cells:
-        start = f"{row[0].ljust(first)}  {row[1].ljust(second)}  " if second else f"{row[0].ljust(first)}  "
-        yield from (line.rstrip() for line in _wrapped(row[2], start, " " * len(start)) or [start])
+    for one, two, text in cells:
+        start = f"{one.ljust(first)}  {two.ljust(second)}  " if second else f"{one.ljust(first)}  "
+        yield from (line.rstrip() for line in _wrapped(text, start, " " * len(start)) or [start])
 
 
 def _wrapped(text: str, indent: str = "", later: str | None = None) -> list[str]:
