@@ -93,7 +93,7 @@ class OverflowTracer:
             they run.
 
     Attributes:
-        skipped: the step that was skipped last; None before there is one.
+        skipped: the step that was skipped last; one that cannot be saved before there is one.
         notes_steps: True as long as it notes them.
     """
 
@@ -105,7 +105,7 @@ class OverflowTracer:
         self._session = session
         self._copies: dict[int, Any] = {}  # what the modules of the last second run are copies of, by id
         self._examiner = Examiner(settings.properties, settings.scale_policy, self._named_modules)
-        self.skipped: SkippedStep | None = None
+        self.skipped = SkippedStep(session, (), {})
         self._known: object = None  # the finding whose remedies were tried last, if steps are noted for a while
         self._has_stepped = False  # since the last forward pass
         self._losses: deque[Node] = deque(maxlen=_LOSSES_KEPT)  # the last nodes of scaled losses
@@ -173,8 +173,7 @@ class OverflowTracer:
         self._losses.clear()
         self._copies = {}
         self._noted[:] = but
-        if self.skipped is not None:
-            self.skipped.close()
+        self.skipped.close()
 
     def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> OverflowTrace:
         """Returns where the first inf or NaN in the gradients of parameters came from; syncs with the device.
@@ -187,8 +186,7 @@ class OverflowTracer:
         trace = self._trace_of(ids, loss_scale)
         noted = [each for each in self._noted if each.arrived]
         facts = {"loss_scale": loss_scale, "trace": trace.to_dict()}
-        if self.skipped is not None:
-            self.skipped.close()
+        self.skipped.close()
         self.skipped = SkippedStep(self._session, noted, facts)
         return trace
 
