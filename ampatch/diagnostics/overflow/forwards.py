@@ -39,8 +39,8 @@ from ampatch.torch_private.modules import HOOKS_AROUND_PASSES
 from ampatch.tracing import is_batched
 from ampatch.weights.conversion_plan import matches
 
-#: The states of random generators, by device; that of the CPU's has None.
-Random = list[tuple[torch.device | None, Tensor]]
+#: The states of random generators, by the name of the device; that of the CPU's has None.
+Random = list[tuple[str | None, Tensor]]
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -80,7 +80,7 @@ class NotedForward:
         given: Any = (args, kwargs)
         random: Random = [(None, torch.default_generator.get_state())]
         if torch.cuda.is_initialized():
-            on_gpus = {each.device for each in tensors_in(given) if each.is_cuda}
+            on_gpus = {str(each.device) for each in tensors_in(given) if each.is_cuda}
             random += [(device, torch.cuda.get_rng_state(device)) for device in on_gpus]
         if any(each.requires_grad for each in tensors_in(given)):
             # Without their graphs, which the first backward pass frees.
@@ -191,11 +191,11 @@ class NotedForward:
 
 
 def _draw_again(noted: Random) -> None:
-    """Sets torch's random generators to noted states."""
+    """Sets torch's random generators to noted states; those of a GPU only where there is one."""
     for device, values in noted:
         if device is None:
             torch.set_rng_state(values)
-        else:
+        elif torch.cuda.is_available():
             torch.cuda.set_rng_state(values, device)
 
 

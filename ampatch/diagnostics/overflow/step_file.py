@@ -152,14 +152,12 @@ def loaded(
         root = models[each["model"]]
         module = root.get_submodule(each["module"])
         device = next((own.device for own in module.parameters()), torch.device("cpu"))
-        random = [(None if name is None else torch.device(name), state) for name, state in each["random"]]
-        random = [(on, state) for on, state in random if on is None or torch.cuda.is_available()]
         arrived = dict(enumerate(_copied(each["arrived"], device)))
         noted = NotedForward(
             module,
             module if by_call or module is not root else module.forward,
             _copied((each["args"], each["kwargs"]), device, None if as_saved else torch.float32),
-            random,
+            each["random"],
             each["state"] if as_saved else PLAIN,
             arrived=arrived if as_saved else tree_map_only(Tensor, finite, arrived),
         )
@@ -205,7 +203,7 @@ def _of_forward(noted: NotedForward, roots: Sequence[nn.Module]) -> dict[str, An
         "args": _copied(tuple(args)),
         "kwargs": _copied(dict(kwargs)),
         "state": noted.state,
-        "random": [(None if device is None else str(device), state) for device, state in noted.random],
+        "random": noted.random,
         "arrived": _copied([*noted.arrived.values()]),
     }
 
