@@ -44,7 +44,7 @@ def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
             continue
         # Of a tensor itself, or of the parts of which it consists.
         earlier = [found[id(each)] for values in given for each in values.results if id(each) in found]
-        unwatched = [each for each in given if not each.results and not each.is_mask and id(each) not in found]
+        unwatched = [each for each in given if not each.results and not each.is_mask]
         if earlier:
             origin = min(earlier, key=lambda each: each.number)
         elif unwatched or not given:

@@ -229,7 +229,7 @@ def run_again(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return op(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError):
         return None
 
 
