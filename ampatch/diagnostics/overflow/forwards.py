@@ -135,7 +135,7 @@ class NotedForward:
         watch: Watch | None,
         factor: float = 1.0,
         *,
-        replaces: Callable[[Tensor], Tensor] | None = None,
+        replaces: Callable[[Tensor], Tensor] = lambda gradient: gradient,
         state: State | None = None,
         prepare: Callable[[nn.Module], None] = lambda _: None,
     ) -> SecondRun:
@@ -168,8 +168,7 @@ class NotedForward:
             for gradients in self.arrived.values():
                 roots = [outputs[place] for place in gradients]
                 # At another opt level the outputs may have another type.
-                given = gradients.values() if replaces is None else map(replaces, gradients.values())
-                incoming = [each.to(root) for each, root in zip(given, roots, strict=True)]
+                incoming = [replaces(each).to(root) for each, root in zip(gradients.values(), roots, strict=True)]
                 incoming = [each * factor if factor != 1 else each for each in incoming]
                 leaves = leaves_among(nodes_of(each.grad_fn for each in roots if each.grad_fn is not None))
                 # In place of what arrives there: one output may lead to another, whose gradient is noted as well. One
