@@ -230,12 +230,10 @@ class GradScaler(torch.amp.GradScaler):
                 scale = scales[output.device] = on_device(self._scaler_or_raise("scale()").snapshot(), output.device)
             return (output.float() if output.dtype is torch.float16 else output) * scale
 
-        if isinstance(outputs, (Tensor, list, tuple, dict)):
-            _check_outputs(outputs)
-            return cast_tensors(outputs, scaled)
-        if isinstance(outputs, Iterable):
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (Tensor, list, tuple, dict)):
             return map(self.scale, outputs)
-        raise _no_outputs(outputs)
+        _check_outputs(outputs)
+        return cast_tensors(outputs, scaled)
 
     # Gradients
 
@@ -623,21 +621,15 @@ def _checked_device(device: object) -> Any:
 
 
 def _check_outputs(outputs: object) -> None:
-    if isinstance(outputs, Tensor):
-        if not (outputs.is_floating_point() or outputs.is_complex()):
-            raise _no_outputs(outputs)
-    elif isinstance(outputs, (list, tuple, dict)):
+    if isinstance(outputs, (list, tuple, dict)):
         for each in outputs.values() if isinstance(outputs, dict) else outputs:
             _check_outputs(each)
-    else:
-        raise _no_outputs(outputs)
-
-
-def _no_outputs(found: object) -> OptionError:
-    kind = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-    return OptionError(
-        f"outputs must be a Tensor or an iterable of Tensors, floating ones in lists, tuples and dicts; found {kind}."
-    )
+    elif not (isinstance(outputs, Tensor) and (outputs.is_floating_point() or outputs.is_complex())):
+        kind = f"a tensor of {outputs.dtype}" if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise OptionError(
+            "outputs must be a Tensor or an iterable of Tensors, floating ones in lists, tuples and dicts; found "
+            f"{kind}."
+        )
 
 
 def _check_found(optimizer: OptimizerLike, state: dict[str, Any]) -> None:
