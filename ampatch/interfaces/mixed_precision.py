@@ -113,19 +113,19 @@ class MixedPrecision(torch.optim.Optimizer):
         _check_composition(optimizer)
         expected = "torch.float32 or torch.float64, or its name, for the masters"
         self._dtype = check_dtype("dtype", dtype, (torch.float32, torch.float64), expected)
-        kind = _kind_of(masters, self._dtype)
-        narrow = state_type(optimizer_state, kind or True) == "bfloat16"
+        _check_masters(masters, self._dtype)
+        narrow = state_type(optimizer_state, masters) == "bfloat16"
         self.optimizer = optimizer
         self._widened: list[WidenedGradient] = []
         values = () if masters_from is None else _values(masters_from, optimizer)
         super().__setstate__({})  # creates the hook attributes; `__init__` would also copy the groups
         given = dict(zip(map(id, self._parameters()), values, strict=False))
         self._masters: StateMasters | StepMasters
-        if kind is None:
+        if isinstance(masters, str):
+            self._masters = StepMasters(optimizer, masters, narrow, given)
+        else:
             self._masters = StateMasters(self, self._dtype)
             self._masters.begin(given)
-        else:
-            self._masters = StepMasters(optimizer, kind, narrow, given)
 
     # Attributes of the wrapped optimizer
 
@@ -352,15 +352,13 @@ def _skips_by_itself(inside: Any) -> bool:
     return getattr(inside, "_step_supports_amp_scaling", False) and optimizer_state.has_state(inside)
 
 
-def _kind_of(masters: object, dtype: torch.dtype) -> str | None:
-    """Returns the kind of temporary masters; None for masters in the state."""
+def _check_masters(masters: object, dtype: torch.dtype) -> None:
     if masters is True:
-        return None
+        return
     if not isinstance(masters, str) or masters not in TEMPORARY:
         raise OptionError(f"masters is {masters!r}; expected True, 'split' or 'stochastic'.")
     if dtype is not torch.float32:
         raise OptionError(f"masters={masters!r} contradicts dtype={dtype}; expected float32 masters. Leave dtype out.")
-    return masters
 
 
 def mixed_precision_within(optimizer: object) -> MixedPrecision | None:
