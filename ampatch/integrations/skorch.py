@@ -94,13 +94,6 @@ _GUARDS: guards.Guards = {
     "get_loss": _guard_infer,
 }
 
-_WORDING = Wording(
-    set_up="the net",
-    optimizer="Make one in initialize_optimizer: an attribute such as self.optimizer_, of a class derived from "
-    "torch.optim.Optimizer.",
-    backward="loss.backward() in train_step_single",
-)
-
 
 class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
     """Mixin that trains and predicts in mixed precision; it must be the first base of a net.
@@ -187,7 +180,12 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
             self.amp_ = AmpState()
         return self.amp_
 
-    _amp_wording = _WORDING
+    _amp_wording = Wording(
+        set_up="the net",
+        optimizer="Make one in initialize_optimizer: an attribute such as self.optimizer_, of a class derived from "
+        "torch.optim.Optimizer.",
+        backward="loss.backward() in train_step_single",
+    )
 
     def _amp_is_on(self) -> bool:
         given = {name: getattr(self, f"amp__{name}") for name in options.DECIDING if hasattr(self, f"amp__{name}")}

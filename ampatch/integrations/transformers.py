@@ -36,12 +36,6 @@ from transformers import Trainer  # noqa: E402
 __all__ = ["AmpatchMixin", "AmpatchTrainer"]
 
 _OPTIONS = options.names()
-_WORDING = Wording(
-    set_up="the trainer",
-    optimizer="Give the trainer one: optimizers=(optimizer, scheduler).",
-    backward="self.accelerator.backward(loss) in training_step",
-)
-
 
 # Guards around methods of Trainer
 
@@ -184,7 +178,11 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
 
     # Options
 
-    _amp_wording = _WORDING
+    _amp_wording = Wording(
+        set_up="the trainer",
+        optimizer="Give the trainer one: optimizers=(optimizer, scheduler).",
+        backward="self.accelerator.backward(loss) in training_step",
+    )
     _amp_launched: torch.dtype | None = None
 
     def _amp_options(self) -> dict[str, Any]:
