@@ -153,7 +153,6 @@ class _Prepared:
         self, accelerator: Accelerator, models: list[nn.Module], optimizers: list[Any], settings: dict[str, Any]
     ) -> None:
         self.accelerator = accelerator
-        self._models = models
         launched = accelerate_optimizers.launched_precision(accelerator)
         settings = accelerate_optimizers.with_launched_half(settings, launched)
         self._session = TrainerSession(models, optimizers or None, settings, _WORDING)
@@ -179,7 +178,7 @@ class _Prepared:
             _live.append(self)
             self._closing.callback(_live.remove, self)
             self._closing.enter_context(adopted_optimizers.installed())
-            if _are_pretrained(self._models):
+            if _are_pretrained(self._session.models):
                 from ampatch.integrations.pretrained import honest_configs
 
                 self._closing.enter_context(honest_configs.installed())

@@ -233,12 +233,11 @@ class TrainerSession:
             new = [each for each in optimizers if session is None or not session.adopted.has(each)]
             _initialize(self.models, new, self._options, joins=bool(others))
             self._session = runtime.live
-            updated = {id(each) for optimizer in self.optimizers for each in parameters_of(optimizer)}
             if self._session is not None:
                 self._session.losses.leaves.are_unscaled = True
             _shared.users.append(self)
             try:
-                self._after_initialize(precise, updated, state, is_first=not others)
+                self._after_initialize(precise, state, is_first=not others)
             except BaseException:
                 self.close()
                 raise
@@ -256,7 +255,7 @@ class TrainerSession:
             )
 
     def _after_initialize(
-        self, precise: list[tuple[Tensor, Tensor]], updated: set[int], state: Mapping[str, Any], *, is_first: bool
+        self, precise: list[tuple[Tensor, Tensor]], state: Mapping[str, Any], *, is_first: bool
     ) -> None:
         live = amp.settings()
         self._may_skip = live["loss_scale"] == "dynamic" or live["check_finite"]
@@ -267,7 +266,8 @@ class TrainerSession:
                 "get their gradients from amp's scale. Leave the scaler out, or use opt_level='O1'."
             )
         # amp restores a parameter from its master. Without a master it would stay rounded, so `close` restores it.
-        mastered = updated if live["master_weights"] else set()
+        updated = (id(each) for optimizer in self.optimizers for each in parameters_of(optimizer))
+        mastered = set(updated) if live["master_weights"] else set()
         self._precise = [
             (now, before, now.dtype)
             for now, before in precise
@@ -512,11 +512,10 @@ def _backward_of_steps(original: Callable[..., None], *args: Any, **kwargs: Any)
     if current_graph_task_id() != -1:
         # A backward pass within another one, as in checkpoints, has scaled gradients already.
         leaves_without_optimizer.note(tensors)
-        live = None
-    if live is None:
-        original(tensors, *args, **kwargs)
-    else:
+    elif live is not None:
         live.backward(original, tensors, args, kwargs)
+        return
+    original(tensors, *args, **kwargs)
 
 
 def _initialize(
