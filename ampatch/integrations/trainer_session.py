@@ -41,7 +41,6 @@ from ampatch.weights.optimizer_state import parameters_of
 
 class _Thread(threading.local):
     depth = 0  # number of open `casts_off` blocks
-    off: Any = None  # context manager that the last of them exits
     casts = False  # True inside a `casts_on` block
     stepping: TrainerSession | None = None  # trainer whose training step runs in this thread
 
@@ -71,8 +70,7 @@ def casts_off() -> Iterator[None]:
     """
     thread = threading.get_ident()
     if not _thread.depth:
-        _thread.off = amp.disable_casts()
-        _thread.off.__enter__()
+        amp.disable_casts().__enter__()
     _thread.depth += 1
     try:
         yield
@@ -80,7 +78,7 @@ def casts_off() -> Iterator[None]:
         if thread == threading.get_ident():
             _thread.depth -= 1
             if not _thread.depth:  # iterators may end in any order, so the last one turns casts on
-                _thread.off.__exit__(None, None, None)
+                amp.disable_casts().__exit__(None, None, None)
         else:
             warn(
                 "an iterator over predictions was begun in one thread and ended in another, and casts stay off in the "
@@ -233,8 +231,7 @@ class TrainerSession:
             new = [each for each in optimizers if session is None or not session.adopted.has(each)]
             _initialize(self.models, new, self._options, joins=bool(others))
             self._session = runtime.live
-            if self._session is not None:
-                self._session.losses.leaves.are_unscaled = True
+            self._session.losses.leaves.are_unscaled = True
             _shared.users.append(self)
             try:
                 self._after_initialize(precise, state, is_first=not others)
@@ -380,9 +377,7 @@ class TrainerSession:
         return self._may_skip and any(map(amp.step_was_skipped, self.optimizers))
 
     def _skipped_steps(self) -> int:
-        if self._scaler is not None or not self._may_skip:
-            return 0
-        return sum(map(amp.skipped_steps, self.optimizers))
+        return sum(map(amp.skipped_steps, self.optimizers)) if self._may_skip else 0
 
     def _warn_if_idle(self) -> None:
         if not self._unproven:

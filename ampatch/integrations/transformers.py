@@ -238,10 +238,10 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             torch.save(amp.state_dict(), Path(output_dir, accelerate_optimizers.STATE_NAME))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self._amp_state.is_live:
+        if checkpoint is not None and self._amp_state.is_live:
+            accelerate_optimizers.load_scale(checkpoint)
+        else:
             super()._load_scaler(checkpoint)
-            return
-        accelerate_optimizers.load_scale(checkpoint)
 
 
 class AmpatchTrainer(AmpatchMixin, Trainer):
