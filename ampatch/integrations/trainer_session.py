@@ -194,10 +194,9 @@ class TrainerSession:
         self._scaler = None if scaler is None else GivenScaler(scaler, self.optimizers)
         self._precise: list[tuple[Tensor, Tensor, torch.dtype]] = []
         self._updaters: dict[int, list[Any]] = {}  # optimizers by the ids of the parameters that they update
-        self._may_skip = self._is_one = self._warned_of_no_optimizer = False
+        self._warned_of_no_optimizer = self._has_run_backward = False
         self._steps = PatchLedger()
         self.is_in_step = self._has_skipped = False
-        self._unproven = self._has_run_backward = False
         self._session: Any = None
 
     # Setup and teardown
@@ -234,7 +233,7 @@ class TrainerSession:
             self._session.losses.leaves.are_unscaled = True
             _shared.users.append(self)
             try:
-                self._after_initialize(precise, state, is_first=not others)
+                self._after_initialize(precise, state)
             except BaseException:
                 self.close()
                 raise
@@ -251,9 +250,7 @@ class TrainerSession:
                 f"{why}: only one at a time can have that. Run one after the other, or each in a process of its own."
             )
 
-    def _after_initialize(
-        self, precise: list[tuple[Tensor, Tensor]], state: Mapping[str, Any], *, is_first: bool
-    ) -> None:
+    def _after_initialize(self, precise: list[tuple[Tensor, Tensor]], state: Mapping[str, Any]) -> None:
         live = amp.settings()
         self._may_skip = live["loss_scale"] == "dynamic" or live["check_finite"]
         self._is_one = self._scaler is None and live["loss_scale"] == 1
@@ -272,8 +269,8 @@ class TrainerSession:
         ]
         self._counts = amp.cast_counts()
         casts = live["patch_torch_functions"] or live["cast_model_type"] in HALF_DTYPES
-        self._unproven, self._has_run_backward = self.is_training and casts, False
-        if is_first:
+        self._unproven = self.is_training and casts
+        if _shared.users == [self]:
             _shared.first_state = amp.state_dict()
             put_around(_shared.ledger, torch.autograd, "backward", _backward_of_steps)
         self.load_state_dict(state)
