@@ -23,11 +23,10 @@ def guard_methods(cls: type, guards: Guards) -> None:
     If a guarded method calls its parent's, which is guarded too, the inner guard changes nothing.
     """
     for name, guard in guards.items():
-        method = cls.__dict__.get(name)
-        if method is None and not hasattr(getattr(cls, name, None), _GUARDED):
-            method = _inherited(cls, name)
+        method = getattr(cls, name, None)
         if method is not None and not hasattr(method, _GUARDED):
-            setattr(cls, name, _guarded(method, guard))
+            own = method if name in vars(cls) else _inherited(cls, name)
+            setattr(cls, name, _guarded(own, guard))
 
 
 def check_precedes(mixin: type, base: type, cls: type, kind: str) -> None:
@@ -49,10 +48,8 @@ def check_precedes(mixin: type, base: type, cls: type, kind: str) -> None:
         )
 
 
-def _inherited(cls: type, name: str) -> Callable[..., Any] | None:
-    """Returns a method that calls the method of this name that a class inherits; None if it inherits none."""
-    if not hasattr(cls, name):
-        return None
+def _inherited(cls: type, name: str) -> Callable[..., Any]:
+    """Returns a method that calls the method of this name that a class inherits."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(super(cls, self), name)(*args, **kwargs)
