@@ -31,9 +31,8 @@ def check_model(model: object) -> nn.Module:
         OptionError: it is no plain module with values, of which torch makes deep copies.
     """
     module = adopted_model.check_module(model)
-    kind = type(module).__name__
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise OptionError(f"found a {kind} around a model. Type amp.convert_model(model.module).")
+    if isinstance(module, adopted_model.WRAPPERS):
+        raise OptionError(f"found a {type(module).__name__} around a model. Type amp.convert_model(model.module).")
     dynamo = sys.modules.get(DYNAMO)  # which takes a second to import
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         raise OptionError(
