@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampatch.cast_lists.paths import Path, find_or
+from ampatch.cast_lists.paths import Path, find_or, find_owner
 from ampatch.function_wrapper import unwrapped
 
 #: Written instead of a namespace: stands for each of `NAMESPACES`.
@@ -93,7 +92,8 @@ def is_in_place(name: str) -> bool:
 def plain_name(name: str) -> str:
     """Returns the name that stands for all spellings: "exp" for "exp_", "mul" for "__rmul__"."""
     if name.startswith("__") and name.endswith("__"):
-        return name_of_operator(name) or name
+        bare = name.strip("_")
+        return next((plain for plain, of in _OPERATORS.items() if bare in (of, f"r{of}", f"i{of}")), name)
     return name[:-1] if name.endswith("_") and spellings(name[:-1]) else name
 
 
@@ -137,31 +137,19 @@ def entry_for(path: str) -> tuple[str, str]:
     return (EVERY_NAMESPACE, plain) if namespace in NAMESPACES and spellings(plain) else (namespace, name)
 
 
-def name_of_operator(method: str) -> str | None:
-    """Returns the function's name for a special method, such as "matmul" for "__rmatmul__"; None if it is of none."""
-    if not (method.startswith("__") and method.endswith("__")):
-        return None
-    bare = method.strip("_")
-    return next((name for name, of in _OPERATORS.items() if bare in (of, f"r{of}", f"i{of}")), None)
-
-
 @functools.cache
 def known_names() -> frozenset[str]:
     """Returns all names that have a spelling."""
     return frozenset(
-        name for namespace in NAMESPACES for name in dir(_owner(namespace)) if _is_function(Path(namespace, name))
+        name for namespace in NAMESPACES for name in dir(find_owner(namespace)) if _is_function(Path(namespace, name))
     )
-
-
-def _owner(namespace: str) -> object:
-    return torch.Tensor if namespace == "torch.Tensor" else sys.modules[namespace]
 
 
 def _is_function(path: Path) -> bool:
     if path.name.startswith("__") and path.namespace != "torch.Tensor":
         return False  # a method of the module object, such as torch.__eq__
     # Not find(): its search for close names is slow.
-    found = unwrapped(getattr(_owner(path.namespace), path.name, None))
+    found = unwrapped(getattr(find_owner(path.namespace), path.name, None))
     return callable(found) and not isinstance(found, (type, types.ModuleType))
 
 
