@@ -95,14 +95,14 @@ def unmatched_reason(pattern: Path) -> str | None:
         return str(error)
     if functions(pattern):
         return None
-    sources = dict(_unloaded(pattern.namespace))
-    if any(text is None or _has_word(text, pattern.name) for text in sources.values()):
+    sources = list(_unloaded(pattern.namespace))
+    if any(text is None or _has_word(text, pattern.name) for text in sources):
         return None
     owners = dict(_owners(pattern.namespace))
     if not owners and not sources:
         modules = [module for module in sys.modules if module.partition(".")[0] == package]
         return f"no module or class matches {pattern.namespace!r}.{did_you_mean(pattern.namespace, modules)}"
-    defined = [found for text in sources.values() for found in re.findall(r"^\s*def (\w+)", text or "", re.MULTILINE)]
+    defined = [found for text in sources for found in re.findall(r"^\s*def (\w+)", text or "", re.MULTILINE)]
     for owner in owners.values():
         defined += [name for name in vars(owner) if _is_own_function(owner, name, _stem(pattern.namespace))]
     foreign = [
@@ -200,8 +200,8 @@ def _inherits(owner: type, name: str) -> bool:
     return name not in vars(owner) and not all(map(is_fixed, owner.__mro__[1:]))
 
 
-def _unloaded(namespace: str) -> Iterator[tuple[str, str | None]]:
-    """Yields modules that are not imported, with their source (None if it cannot be read), if they may match.
+def _unloaded(namespace: str) -> Iterator[str | None]:
+    """Yields the sources of modules that are not imported, if they may match; None for one that cannot be read.
 
     A private module may match, because another one can import its functions. So may one whose last part names a class.
     """
@@ -209,7 +209,7 @@ def _unloaded(namespace: str) -> Iterator[tuple[str, str | None]]:
     stem, package = _stem(namespace), _stem(namespace).partition(".")[0]
     folders, origin = _places(package)
     if origin is not None and package not in sys.modules:
-        yield package, _text(origin)
+        yield _text(origin)
     for folder in folders:
         for file in sorted(folder.rglob("*")):
             if file.suffix not in (".py", ".so", ".pyd"):
@@ -221,7 +221,7 @@ def _unloaded(namespace: str) -> Iterator[tuple[str, str | None]]:
                 and _touch(module, stem)
                 and (_fits(module, namespace) or _fits(module, owner))
             ):
-                yield module, _text(file)
+                yield _text(file)
 
 
 def _places(package: str) -> tuple[list[FilePath], FilePath | None]:
