@@ -21,6 +21,7 @@ from ampatch.grouping import grouped
 from ampatch.half_types import HALVES
 from ampatch.native.host_copy import on_device
 from ampatch.torch_private import foreach
+from ampatch.weights.exchange import unzipped
 from ampatch.weights.optimizer_state import parameters_of
 
 #: A group of parameters, with their options.
@@ -112,13 +113,11 @@ class Float32Optimizer(Optimizer):
         """
         divisors = self._divisors(batches)
         for group, parameters in batches:
-            with self._in_float32(parameters) as (values, grads):
-                divisor = divisors.get(id(group))
+            with self._in_float32(parameters) as (values, scaled):
+                grads, divisor = scaled, divisors.get(id(group))
                 if divisor is not None:
-                    divided = foreach.div(grads, on_device(divisor.to(grads[0].dtype), grads[0].device))
-                    self._update_batch(group, parameters, values, list(divided))
-                else:
-                    self._update_batch(group, parameters, values, grads)
+                    grads = list(foreach.div(grads, on_device(divisor.to(grads[0].dtype), grads[0].device)))
+                self._update_batch(group, parameters, values, grads)
 
     def _divisors(self, batches: list[tuple[Group, list[Tensor]]]) -> dict[int, Tensor]:
         """Returns divisors of gradients, such as for clipping, by the id of the group that has one."""
@@ -145,8 +144,7 @@ class Float32Optimizer(Optimizer):
         yield values, grads
         copied = [pair for pair in zip(parameters, values, strict=True) if pair[0] is not pair[1]]
         if copied:
-            originals, copies = map(list, zip(*copied, strict=True))
-            foreach.copy_(originals, copies)
+            foreach.copy_(*unzipped(copied))
 
     def _values(self, parameters: list[Tensor]) -> list[Tensor]:
         """Returns the tensors that an update writes to: the parameters themselves, or copies in float32."""

@@ -10,6 +10,7 @@ from torch.optim.sgd import sgd
 
 from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, decay_first
 from ampatch.errors import OptionError
+from ampatch.grouping import grouped
 from ampatch.native.host_copy import for_fused_step
 
 
@@ -81,12 +82,11 @@ class FusedSGD(Float32Optimizer):
 
     def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
         for group, parameters in batches:
-            has_buffer = [self.state[parameter].get("momentum_buffer") is not None for parameter in parameters]
             # The kernel treats a buffer's first step differently.
-            for is_first in (False, True):
-                some = [each for each, has in zip(parameters, has_buffer, strict=True) if has is not is_first]
+            by_step = grouped((self.state[each].get("momentum_buffer") is None, each) for each in parameters)
+            for is_first, some in by_step.items():
                 # After an overflow it would leave new buffers uninitialized.
-                if some and not (is_first and group["momentum"] and self._overflowed()):
+                if not (is_first and group["momentum"] and self._overflowed()):
                     self._update_some(group, some, is_first)
 
     def _update_some(self, group: Group, parameters: list[Tensor], is_first: bool) -> None:
