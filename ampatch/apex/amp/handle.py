@@ -22,13 +22,12 @@ NEW_FORM = (
 class AmpHandle(amp.Handle):
     """Undoes `init`: by `deactivate`, or at the end of a ``with`` block."""
 
-    def __init__(self, session: Session | None) -> None:
+    def __init__(self, session: Session | None) -> None:  # the argument's promised name
         super().__init__(session)
-        self._is_enabled = session is not None
 
     def is_active(self) -> bool:
         """Returns True if amp is on."""
-        return self._is_enabled and runtime.live is not None
+        return self._session is not None and runtime.live is not None
 
     # Scripts use Apex's names.
     _deactivate = amp.Handle.deactivate

@@ -29,7 +29,7 @@ _OF_SEQUENCES = ("cat", "stack")
 
 # A Python function such as F.softmax calls the method of the same name. The method's rule would undo an edit of the
 # function alone, so the edit applies to both.
-_CALLED_BY = {"torch.nn.functional": ("torch", "torch.Tensor")}
+_CALLED_BY_FUNCTIONAL = ("torch", "torch.Tensor")
 
 
 def starting_lists(module: Any) -> dict[str, list[Any]]:
@@ -67,11 +67,10 @@ def changes_of(modules: Iterable[ModuleType]) -> dict[str, dict[str, list[Any]]]
     """
     edits = {_namespace(module.MODULE): _edits(module) for module in modules}
     rules = shipped().for_half(torch.float16)
-    for namespace, called in _CALLED_BY.items():
-        for function, entry in edits.get(namespace, {}).items():
-            for other in called:
-                if Path(other, function) in rules:
-                    edits.setdefault(other, {}).setdefault(function, entry)
+    for function, entry in edits["torch.nn.functional"].items():
+        for other in _CALLED_BY_FUNCTIONAL:
+            if Path(other, function) in rules:
+                edits[other].setdefault(function, entry)
     overlay: dict[str, dict[str, list[Any]]] = {}
     for namespace, functions in edits.items():
         for function, (listed, instead) in functions.items():
