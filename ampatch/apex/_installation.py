@@ -93,7 +93,8 @@ def _stand_in() -> ExitStack:
 
 def _taken_out() -> dict[str, ModuleType]:
     """Takes Apex's modules out of ``sys.modules``, and returns them."""
-    return {name: sys.modules.pop(name) for name in list(sys.modules) if _is_apex(name)}
+    found = [name for name in sys.modules if name.partition(".")[0] in ("apex", *_EXTENSIONS)]
+    return {name: sys.modules.pop(name) for name in found}
 
 
 class _Process:
@@ -111,10 +112,6 @@ def _modules() -> Iterator[tuple[str, ModuleType]]:
         alias = name if name in _EXTENSIONS else f"apex.{name}"
         if not name.startswith("_") and alias != _LAUNCHER:
             yield alias, importlib.import_module(found.name)
-
-
-def _is_apex(name: str) -> bool:
-    return name.partition(".")[0] in ("apex", *_EXTENSIONS)
 
 
 def _refuse_attribute(module: str, name: str) -> object:
