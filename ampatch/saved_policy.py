@@ -62,7 +62,7 @@ def warnings(saved: Any, present: Mapping[str, Any]) -> list[str]:
         OptionError: the saved policy is not what `effective` returned.
     """
     _check(saved)
-    found = sorted(_differences(saved, present), key=itemgetter(0))
+    found = differences(saved, present)
     if not found:
         return []
     versions = [
@@ -79,7 +79,7 @@ def warnings(saved: Any, present: Mapping[str, Any]) -> list[str]:
     )
     lines = [
         f"this state was saved under another policy{by}, and this run keeps its own. {number}, saved -> here:",
-        *(f"  {line}" for _, line in found[:_MOST_TOLD]),
+        *(f"  {line}" for line in found[:_MOST_TOLD]),
         *([f"  and {more} more"] if more > 0 else []),
         remedy,
     ]
