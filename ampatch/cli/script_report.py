@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,24 +49,22 @@ def variables(path: str | None, traces: bool) -> dict[str, str]:
     if path is not None:
         file = json_files.checked_path(path, _SUFFIXES, "Name a page, such as report.html, or a JSON file.")
         wanted[FILE] = str(file.absolute())
-    return {**wanted, REPORTER: _name_of(os.getpid(), rank(os.environ))} if wanted else {}
+    return {**wanted, REPORTER: _named(_rank())} if wanted else {}
 
 
-def watchers() -> list[Callable[[object], None]]:
-    """Returns functions to call once torch has been imported."""
-    found: list[Callable[[object], None]] = []
+def watchers() -> Iterator[Callable[[object], None]]:
+    """Yields functions to call once torch has been imported."""
     if not _watches_here():
-        return found
+        return
     if FILE in os.environ:
-        found.append(ScriptReport(os.environ[FILE]).begin)
+        yield ScriptReport(os.environ[FILE]).begin
     if TRACE in os.environ:
-        found.append(ScriptTrace().begin)
-    return found
+        yield functools.partial(_begin_trace, os.getpid())
 
 
-def rank(environment: Mapping[str, str]) -> str | None:
-    """Returns the rank of a process by its launcher's environment variables; None without a launcher."""
-    return next((environment[name] for name in _RANKS if environment.get(name)), None)
+def _rank() -> str | None:
+    """Returns the rank of this process by its launcher's environment variables; None without a launcher."""
+    return next((os.environ[name] for name in _RANKS if os.environ.get(name)), None)
 
 
 def _watches_here() -> bool:
@@ -76,15 +75,15 @@ def _watches_here() -> bool:
     pid, _, reporters_rank = os.environ.get(REPORTER, "").partition(" ")
     if pid == str(os.getpid()):
         return True
-    own = rank(os.environ)
+    own = _rank()
     if own is None or own == reporters_rank or "multiprocessing" in " ".join(sys.orig_argv[1:3]):
         return False
-    os.environ[REPORTER] = _name_of(os.getpid(), own)
+    os.environ[REPORTER] = _named(own)
     return True
 
 
-def _name_of(pid: int, rank: str | None) -> str:
-    return f"{pid} {rank or ''}"
+def _named(rank: str | None) -> str:
+    return f"{os.getpid()} {rank or ''}"
 
 
 class ScriptReport:
@@ -137,30 +136,23 @@ class ScriptReport:
             _end_by_interrupt()
 
 
-class ScriptTrace:
-    """The trace of the script that this process runs."""
+def _begin_trace(process: int, _: object) -> None:
+    """Begins to note forward passes; called when torch has been imported.
 
-    def __init__(self) -> None:
-        self._process = os.getpid()
+    Raises:
+        UsageError: a module of ampatch that the trace needs is being imported right now.
+    """
+    module = _imported("--trace-overflow", "overflow.script")
+    atexit.register(_end_trace, process, module.begun())
 
-    def begin(self, _: object = None) -> None:
-        """Begins to note forward passes; called when torch has been imported.
 
-        Raises:
-            UsageError: a module of ampatch that the trace needs is being imported right now.
-        """
-        module = _imported("--trace-overflow", "overflow.script")
-        self._tracer: ScriptTracer = module.begun()
-        atexit.register(self.end)
-
-    def end(self) -> None:
-        """Says on stderr if nothing in the script could skip a step; called at the end of the process."""
-        tracer = self._tracer
-        if os.getpid() == self._process and tracer.has_run_forward and not tracer.may_skip:
-            _say(
-                "--trace-overflow: nothing was traced, as no step could be skipped: the script has neither called "
-                "amp.initialize, nor stepped with a torch.amp.GradScaler that is enabled."
-            )
+def _end_trace(process: int, tracer: ScriptTracer) -> None:
+    """Says on stderr if nothing in the script could skip a step; called at the end of the process."""
+    if os.getpid() == process and tracer.has_run_forward and not tracer.may_skip:
+        _say(
+            "--trace-overflow: nothing was traced, as no step could be skipped: the script has neither called "
+            "amp.initialize, nor stepped with a torch.amp.GradScaler that is enabled."
+        )
 
 
 def _imported(option: str, *names: str) -> Any:
@@ -193,7 +185,7 @@ def _rank_now() -> str | None:
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return str(distributed.get_rank())
-    return rank(os.environ)
+    return _rank()
 
 
 def _written(report: Report, path: Path) -> Path:
