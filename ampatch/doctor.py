@@ -172,21 +172,6 @@ class _Seen:
         paths, self.faults = _shipped_paths()
         self.listed = [listed for path in paths if (listed := _look_up(path)) is not None]
 
-    @property
-    def replaced(self) -> list[_Patch]:
-        """Patches that other code has replaced since."""
-        return [patch for patch in self.patches if not patch.is_in_place]
-
-    @property
-    def foreign(self) -> list[_Listed]:
-        """Listed functions that are not torch's own, without those that replaced a patch of amp."""
-        replaced = {patch.key for patch in self.replaced}
-        return [
-            listed
-            for listed in self.listed
-            if not _is_torchs(listed.function) and (id(listed.owner), listed.path.name) not in replaced
-        ]
-
 
 def _shipped_paths() -> tuple[list[Path], list[str]]:
     """Returns the paths in the shipped lists, and the reasons if the lists do not load."""
@@ -296,15 +281,21 @@ def _captured(paths: Mapping[int, str]) -> Iterator[str]:
 def _others(seen: _Seen) -> Iterator[str]:
     if seen.faults:
         yield from _problems("why the shipped lists do not load, and amp cannot be set up", seen.faults)
+    replaced = [patch for patch in seen.patches if not patch.is_in_place]
+    keys = {patch.key for patch in replaced}
     yield from _problems(
         f"of {len(seen.listed)} functions in the shipped lists, not torch's own",
-        [f"{listed.path}: {_describe(listed.function)}" for listed in seen.foreign],
+        [
+            f"{listed.path}: {_describe(listed.function)}"
+            for listed in seen.listed
+            if not _is_torchs(listed.function) and (id(listed.owner), listed.path.name) not in keys
+        ],
     )
     yield from _problems(
         "patches of amp's that were replaced since",
         [
             f"{patch}: {'what it was before' if patch.now is patch.before else _describe(patch.now)}"
-            for patch in seen.replaced
+            for patch in replaced
         ],
     )
 
