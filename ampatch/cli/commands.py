@@ -349,13 +349,12 @@ def _replay(arguments: argparse.Namespace) -> int:
     from ampatch.diagnostics.overflow import step_file
     from ampatch.diagnostics.trial_steps.levels import checked_levels
 
-    levels = arguments.level or None
-    if levels is not None:
-        checked_levels(levels)
+    if arguments.level:
+        checked_levels(arguments.level)
     step_file.read(arguments.file)  # before the user's model is built
     with _searching_here():
         model = _returned(arguments.target, "make_model", "a model")
-        result = amp.replay(arguments.file, model, levels=levels, compiled=arguments.compiled)
+        result = amp.replay(arguments.file, model, levels=arguments.level or None, compiled=arguments.compiled)
     _print_result(result, arguments)
     return 0 if result.levels[0].is_finite is not None else _FAULT
 
@@ -567,7 +566,6 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch",
         type=lambda text: text.split(","),
-        default=None,
         metavar="LIST",
         help="GPU architectures, such as 80,90 (default: those of this machine's GPUs or, if it has none, "
         f"{','.join(extension_build.DEFAULT_ARCHITECTURES)})",
@@ -575,7 +573,6 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         type=_file,
-        default=None,
         metavar="DIR",
         help="where to put the library (default: the cache, where amp finds it)",
     )
@@ -624,9 +621,7 @@ def _build_calls(force: bool) -> None:
 def _add_half_dtype(parser: argparse.ArgumentParser, help_text: str) -> None:
     from ampatch.half_types import HALF_DTYPES
 
-    parser.add_argument(
-        "--half-dtype", type=_half_dtype, default=None, metavar=f"{{{','.join(HALF_DTYPES)}}}", help=help_text
-    )
+    parser.add_argument("--half-dtype", type=_half_dtype, metavar=f"{{{','.join(HALF_DTYPES)}}}", help=help_text)
 
 
 def _add_cast_lists(parser: argparse.ArgumentParser) -> None:
