@@ -449,9 +449,9 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self._unscaled_by, self._change = self.loss_scale, None if self.overflow else self._no_change()
         self._half_scale, self._are_unscaled = None, False
         with torch.no_grad():
-            for group, saved_group in zip(self.fp32_from_fp16_groups, saved_groups, strict=True):
-                for master, saved in zip(group, saved_group, strict=True):
-                    master.copy_(saved)
+            masters = itertools.chain(*self.fp32_from_fp16_groups)
+            for master, saved in zip(masters, itertools.chain(*saved_groups), strict=True):
+                master.copy_(saved)
         self._masters.write()
 
 
