@@ -28,7 +28,12 @@ def nodes_of(roots: Iterable[Node], enters: Callable[[Node], bool] | None = None
                 waiting.append(following)
 
 
+def leaf_of(node: Node) -> Tensor | None:
+    """Returns the leaf whose gradient a node accumulates; None for any other node."""
+    leaf = getattr(node, "variable", None)  # of AccumulateGrad
+    return leaf if isinstance(leaf, Tensor) else None
+
+
 def leaves_among(nodes: Iterable[Node]) -> dict[int, Tensor]:
     """Returns the leaves whose gradients these nodes accumulate, by id."""
-    leaves = (getattr(node, "variable", None) for node in nodes)  # of AccumulateGrad
-    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    return {id(leaf): leaf for leaf in map(leaf_of, nodes) if leaf is not None}

@@ -107,9 +107,9 @@ def is_fixed(kind: type) -> bool:
 def identity(path: Path) -> object:
     """Returns the object that all paths of a function share: the function, or the path if it cannot be looked up.
 
-    A function that is not imported, does not exist or is not hashable is identified by its path. So is a class method,
-    which each look-up binds anew. Compare results with ``is``, or use `function_key`: ``torch.spmm == torch.mm`` is
-    True, but a patch of one does not reach the other.
+    The path identifies a function that is not imported, does not exist or is not hashable. It also identifies a class
+    method, since each look-up binds that anew. Compare results with ``is``, or use `function_key`:
+    ``torch.spmm == torch.mm`` is True, but a patch of one does not reach the other.
     """
     function = find_or(path)
     is_bound_anew = isinstance(function, types.MethodType) and find_or(path) is not function

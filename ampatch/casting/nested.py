@@ -116,6 +116,7 @@ def cast_floating(value: object, dtype: torch.dtype | None, known: Replacements 
 
 def with_versions(make: Callable[..., _T], *given: Any) -> _T:
     """Returns ``make(*given)``: new casts, with the version counters that casts made in inference mode would lack."""
+    # In this order: Dynamo cannot trace the second question.
     if is_compiling() or not torch.is_inference_mode_enabled():
         return make(*given)
     with torch.inference_mode(False), torch.no_grad():

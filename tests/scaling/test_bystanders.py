@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import optimizers
 import pytest
@@ -258,6 +259,16 @@ def test_nested_blocks_that_reach_a_third_optimizer_leave_its_gradients_or_are_r
     assert master.grad.tolist() == [1 + reaches, 1 + reaches]
 
 
+def run_inside(inner: Any, refused: str) -> None:
+    """Runs a block inside another one, which raises an error with these words; "": none."""
+    if refused:
+        with pytest.raises(UsageError, match=refused):
+            inner.__enter__()
+    else:
+        with inner as scaled_loss:
+            scaled_loss.backward()
+
+
 @o1_and_o2
 @pytest.mark.parametrize("reaches", [False, True])
 def test_nested_block_that_adds_to_gradients_of_another_scale_is_refused(reaches, opt_level):
@@ -269,12 +280,7 @@ def test_nested_block_that_adds_to_gradients_of_another_scale_is_refused(reaches
     with amp.scale_loss(model[0].float().sum(), each_of[0]) as outer:
         loss = (model[1] + model[0] if reaches else model[1]).float().sum()
         inner = amp.scale_loss(loss, each_of[1], loss_id=1)
-        if reaches:
-            with pytest.raises(UsageError, match="multiplies there by 64"):
-                inner.__enter__()
-        else:
-            with inner as scaled_loss:
-                scaled_loss.backward()
+        run_inside(inner, refused="multiplies there by 64" if reaches else "")
         outer.backward()
     assert model[0].grad.tolist() == [1, 1]
 
@@ -286,12 +292,7 @@ def test_nested_block_that_would_unscale_a_shared_gradient_of_the_outer_one_is_r
     initialize(model, each_of, init_scale=64.0)
     with amp.scale_loss(model[2].sum(), each_of[0]) as outer:
         inner = amp.scale_loss((model[1] + model[2]).sum() if reaches else model[1].sum(), each_of[1])
-        if reaches:
-            with pytest.raises(UsageError, match="stands inside another one"):
-                inner.__enter__()
-        else:
-            with inner as scaled_loss:
-                scaled_loss.backward()
+        run_inside(inner, refused="stands inside another one" if reaches else "")
         outer.backward()
     assert model[2].grad.tolist() == [1, 1]
 

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from ampatch.diagnostics.process_state import RandomState
 from ampatch.distributed import is_sharded
 from ampatch.errors import AmpError, AmpWarning, OptionError, UsageError
-from ampatch.graph_nodes import nodes_of
+from ampatch.graph_nodes import leaf_of, nodes_of
 from ampatch.opt_levels import dtype_name
 from ampatch.patching import adopted_model
 from ampatch.runtime import runtime
@@ -106,8 +106,8 @@ class Subject:
         """Keeps a backward pass from the gradients of tensors of ``loss_fn`` itself, such as a criterion's weights."""
         own = set(map(id, model.parameters()))
         for node in nodes_of(filter(None, [loss.grad_fn])):
-            leaf = getattr(node, "variable", None)  # of AccumulateGrad
-            if isinstance(leaf, Tensor) and id(leaf) not in own:
+            leaf = leaf_of(node)
+            if leaf is not None and id(leaf) not in own:
                 self.undo.callback(node.register_prehook(lambda _: (None,)).remove)
 
 

@@ -35,6 +35,7 @@ from ampatch.diagnostics.trial_steps.steps import relative
 from ampatch.diagnostics.trial_steps.subject import Subject, copied, noting, undisturbed
 from ampatch.diagnostics.what_if.result import FormatNoise, Lost, WhatIf
 from ampatch.formats import Format
+from ampatch.graph_nodes import leaf_of
 from ampatch.grouping import grouped
 from ampatch.patching.casting_mode import CastRules
 from ampatch.patching.emulation import Operands
@@ -251,7 +252,7 @@ class _Watched(Recorder):
             unknown = [each for each in following if each not in self._reached]
             waiting += unknown
             if not unknown:
-                own = self._bits.get(id(getattr(node, "variable", None)), 0)
+                own = self._bits.get(id(leaf_of(node)), 0)
                 self._reached[waiting.pop()] = functools.reduce(
                     operator.or_, map(self._reached.__getitem__, following), own
                 )
