@@ -162,6 +162,7 @@ def rms_backward_affine(
     return _gradients(normalize, grad_output, memory_efficient, input, weight)
 
 
+@WithoutCasts()
 def _gradients(
     normalize: Callable[..., Tensor], grad_output: Tensor, memory_efficient: bool, *inputs: Tensor
 ) -> tuple[Tensor, ...]:

@@ -1,10 +1,10 @@
-"""Announces writes to tensors that torch does not count: through ``Tensor.data``, and by collectives.
+"""Announces writes to tensors that torch does not count: through ``Tensor.data``, by collectives, and by swaps.
 
 A write through ``Tensor.data`` does not change the tensor's version counter. Collectives that write to their argument,
 such as `torch.distributed.broadcast`, do not change it either. The cast cache and the masters use version counters, and
 would miss these writes. While the patches of this module are installed, reading or setting ``data`` announces the
 tensor, since a write may come next. A patched collective announces its tensor, and increments the version counter of a
-parameter.
+parameter. `torch.utils.swap_tensors` announces both tensors, as if their ``data`` had been set.
 
 Writes through other views of the memory (numpy, DLPack, a storage) are not seen. Must not know who uses the
 announcements.
@@ -134,7 +134,16 @@ def announce(ledger: PatchLedger, on_access: OnAccess) -> None:
         if not torch.compiler.is_compiling():
             on_access(tensor, value, is_read=False)
 
+    swap = torch.utils.swap_tensors
+
+    @functools.wraps(swap)
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        swap(t1, t2)
+        for tensor in (t1, t2):
+            on_access(tensor, data_of(tensor), is_read=False)
+
     ledger.set(Tensor, "data", property(get, set_))
+    ledger.set(torch.utils, "swap_tensors", swap_tensors)
     if dist.is_available():
         for name, argument in _COLLECTIVES.items():
             original = getattr(dist, name)

@@ -140,6 +140,21 @@ class TestKernels:
             grad = fused_layer_norm_cuda.backward(x, *fused_layer_norm_cuda.forward(x, 8, EPS)[1:], x, 8, EPS)
         assert grad.dtype is torch.float16
 
+    def test_compute_gradients_as_called_under_casts(self, device: str) -> None:
+        x, weight, bias = inputs(torch.float32, device)
+        grad, statistic = torch.randn_like(x), torch.empty(12, device=device)
+
+        def computed() -> list[Tensor]:
+            layer_norm = fused_layer_norm_cuda.backward_affine(grad, statistic, statistic, x, (8,), weight, bias, EPS)
+            rms_norm = fused_layer_norm_cuda.rms_backward_affine(grad, statistic, x, (8,), weight, EPS)
+            return [*layer_norm, *rms_norm]
+
+        wanted = computed()
+        with amp.init(half_dtype="bfloat16", cast_lists={"whitelist": {"*": ["layer_norm", "rms_norm"]}}):
+            assert F.layer_norm(x, [8]).dtype is torch.bfloat16
+            actual = computed()
+        assert all(map(torch.equal, actual, wanted))
+
     def test_without_weights_give_outputs_and_gradients(self, device: str) -> None:
         x, _, _ = inputs(torch.float32, device)
         output, mean, invvar = fused_layer_norm_cuda.forward(x, 8, EPS)

@@ -467,6 +467,22 @@ class TestWarningsOfInitialize:
             loss.weight.data = loss.weight.data.half()
         loss.weight.data = loss.weight.data.half()
 
+    @pytest.mark.parametrize(
+        "swap",
+        [
+            pytest.param(nn.Module.half, id="by-module"),
+            pytest.param(
+                lambda m: torch.utils.swap_tensors(m.weight, nn.Parameter(m.weight.detach().half())), id="by-user"
+            ),
+        ],
+    )
+    def test_a_weight_that_is_swapped_for_a_half_one_is_warned_of(self, swap, monkeypatch):
+        monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+        model = linear()
+        initialize(model, SGD(model.parameters()), opt_level="O1")
+        with pytest.warns(AmpWarning, match=r"made weight torch\.float16, a weight that the SGD updates, and"):
+            swap(model)
+
     @pytest.mark.parametrize("level", ["O1", "O2"])
     def test_optimizer_of_frozen_parameters_is_warned_of_if_others_are_trained_by_none(self, level):
         model = nn.Sequential(linear(), linear())
