@@ -65,6 +65,7 @@ class Losses(Part):
         self.verbose = True
         self.scalers = self._new_scalers()
         self._is_scaled = not all(scaler.is_one for scaler in self.scalers)
+        self._checks_steps = self._is_scaled or settings.steps_in_float32 or settings.patches_functions
         may_skip = (settings.scale_policy.dynamic or settings.check_finite) and not settings.adopts_on_use
         self.kept_buffers = KeptBuffers() if may_skip else None
         if self.kept_buffers is not None:
@@ -104,7 +105,7 @@ class Losses(Part):
         if self._is_scaled or settings.patches_any:
             explain = self._casts.while_active(self._casts.explain_backward)
             unscaled_losses.watch(self.ledger, self.while_active(self._blocks_now), explain)
-        if self._is_scaled or settings.steps_in_float32 or settings.patches_functions:
+        if self._checks_steps:
             self.ledger.on_undo(register_optimizer_step_pre_hook(self.unadopted.before_step).remove)
         if settings.patches_functions:
             self.ledger.on_undo(register_optimizer_step_post_hook(self.unadopted.after_step).remove)
@@ -167,6 +168,8 @@ class Losses(Part):
                 temporary=self._masters.temporary_for(optimizer),
             )
             record.install(self.ledger)
+            if self._checks_steps:
+                self.unadopted.watch_inherited_step(type(optimizer), self.ledger)
         except (AttributeError, TypeError) as error:
             raise OptionError(
                 f"the step of this {type(optimizer).__name__} cannot be replaced on the object ({error}); expected an "

@@ -28,7 +28,7 @@ from ampatch.scaling.overflows import Overflow, OverflowHandler
 from ampatch.scaling.scale_use import ScaleUse, StepCheck, is_scaled, react
 from ampatch.scaling.step_gate import ClosureGate, skipping_by_itself
 from ampatch.scaling.step_outcomes import OVERFLOWED, StepOutcomes
-from ampatch.scaling.users_optimizer import OptimizerLike, OwnStep, have_steps_reported
+from ampatch.scaling.users_optimizer import OptimizerLike, OwnStep
 from ampatch.switch import Switch
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
@@ -114,7 +114,6 @@ class AdoptedOptimizer:
         """
         optimizer = self.optimizer
         assert optimizer is not None
-        have_steps_reported(type(optimizer))
         own_step = OwnStep(optimizer, self.exchange)
         original, switch, handler, reports = optimizer.step, self._switch, self._on_overflow, self._on_overflow.reports
         if "step" not in vars(optimizer) and getattr(original, "__self__", optimizer) is not optimizer:

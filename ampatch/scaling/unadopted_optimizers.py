@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ampatch.errors import UsageError, warn
 from ampatch.half_types import HALVES
+from ampatch.ledger import PatchLedger
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.missing_scale import NO_SCALE, SCALED_BACKWARD, is_judged
@@ -90,6 +92,31 @@ class UnadoptedOptimizers:
         is_passed = passed is not None and passed() is optimizer
         if not is_passed and _held_by(optimizer).isdisjoint(self.adopted):  # otherwise amp has the step that follows
             self._check(optimizer)
+
+    def watch_inherited_step(self, kind: Any, ledger: PatchLedger) -> None:
+        """Has `before_step` called where a method of an optimizer's class calls ``super().step()``.
+
+        Torch does so once the base class has an object: it then wraps the step that it finds there, for good.
+        """
+        optimizers = [each for each in kind.__mro__[1:] if issubclass(each, Optimizer)]
+        base: Any = next((each for each in optimizers if "step" in vars(each)), None)
+        if base is None or base.step is not getattr(kind.step, "__wrapped__", kind):
+            return
+        original, reference = base.step, weakref.ref(self)
+
+        @functools.wraps(original)
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            unadopted = reference()
+            if unadopted is not None:
+                unadopted.before_step(optimizer)
+            return original(optimizer, *args, **kwargs)
+
+        def take_out() -> None:
+            if base.step is step:
+                base.step = original
+
+        base.step = step
+        ledger.on_undo(take_out)
 
     def _check(self, optimizer: Any) -> None:
         ids = self.ids_of_models()

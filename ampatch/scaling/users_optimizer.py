@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import torch
-
 from ampatch.errors import OptionError, UsageError
 from ampatch.torch_private.optimizers import (
     STEP_POST_HOOKS,
@@ -84,18 +82,6 @@ def hooks_of(optimizer: Any) -> list[tuple[Any, int, Any]]:
     own = vars(optimizer)
     tables = (global_pre_hooks, global_post_hooks, own.get(STEP_PRE_HOOKS, {}), own.get(STEP_POST_HOOKS, {}))
     return [(table, key, hook) for table in tables for key, hook in table.items() if not hasattr(hook, OWN_HOOK)]
-
-
-def have_steps_reported(kind: Any) -> None:
-    """Has torch call the hooks of all optimizers where a method calls ``super().step()``, if that step is inherited.
-
-    Torch does so itself once the base has an object. Not by the ledger, as objects of the base may be made meanwhile.
-    """
-    optimizers = [each for each in kind.__mro__[1:] if issubclass(each, torch.optim.Optimizer)]
-    base: Any = next((each for each in optimizers if "step" in vars(each)), None)
-    if base is not None and base.step is getattr(kind.step, "__wrapped__", kind):
-        base.step = torch.optim.Optimizer.profile_hook_step(base.step)
-        base.step.hooked = True
 
 
 def has_own_step(optimizer: Any) -> bool:

@@ -162,7 +162,7 @@ def test_step_bound_before_initialize_raises_before_it_writes(bind, opt_level, h
 
 
 @o1_and_o2
-@pytest.mark.parametrize("is_base_used", [False, True])
+@pytest.mark.parametrize("is_base_used", ["before", "after", "never"])
 def test_method_that_calls_super_step_raises_before_it_writes(opt_level, is_base_used):
     class Base(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -172,11 +172,16 @@ def test_method_that_calls_super_step_raises_before_it_writes(opt_level, is_base
         def minimize(self) -> None:
             super().step()
 
-    if is_base_used:
+    if is_base_used == "before":
         Base(network().parameters())  # torch's hooks are then called at its step
+    own_step = Base.step
     model = network()
     optimizer = Minimizer(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=opt_level, half_dtype="float16", verbosity=0)
+    calls: list[object] = []
+    if is_base_used == "after":
+        other = Base(network().parameters())
+        other.register_step_pre_hook(lambda *_: calls.append(other))
     backward(loss_of(model) * OVERFLOW, optimizer)
     before = weights(model)
     with pytest.raises(UsageError, match=r"calls super\(\)\.step\(\)\. Call .* self\.step\(\)"):
@@ -184,6 +189,13 @@ def test_method_that_calls_super_step_raises_before_it_writes(opt_level, is_base
     assert_same_state(weights(model), before)
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
+    amp.deinitialize()
+    if is_base_used == "after":  # torch has wrapped the step for good, to call the hooks of each object
+        other.step()
+        assert other in calls
+    else:
+        assert Base.step is own_step
+    optimizer.minimize()
 
 
 @pytest.mark.slow
