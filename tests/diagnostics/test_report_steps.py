@@ -394,6 +394,13 @@ class TestLargeGradients:
         assert torch.equal(exponents._counted_on_host(values), expected)
         assert torch.equal(exponents._counted_on_host(values[::2]), exponents._histogram(values[::2]))
 
+    def test_deterministic_algorithms_count_without_histc(self, monkeypatch):
+        values = torch.cat([torch.logspace(-45, 38, 1000), torch.tensor([0.0, torch.inf])])
+        expected = exponents._histogram(values).double()
+        monkeypatch.setattr(torch, "histc", None)  # on a GPU it raises then
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert torch.equal(exponents._histogram(values), expected)
+
     def test_large_gradients_have_the_norm_that_float64_gives(self) -> None:
         gradient = torch.randn(3 * 2**20 + 5) * 1e-3
         expected = gradient.to(torch.float64).square().sum()

@@ -190,9 +190,7 @@ class GradientExponents:
 
     def _count_together(self, table: Tensor, gradients: list[Tensor], places: list[int]) -> None:
         rows = self._rows(tuple(places), tuple(gradients[place].numel() for place in places), table.device)
-        bins = _bins(torch.cat([gradients[place].flatten() for place in places])) + rows
-        ones = torch.ones((), dtype=table.dtype, device=table.device).expand(len(bins))
-        table.view(-1).scatter_add_(0, bins, ones)
+        _count(table.view(-1), _bins(torch.cat([gradients[place].flatten() for place in places])) + rows)
 
 
 def as_dict(
@@ -244,7 +242,15 @@ def _exponent(number: float) -> int:
 
 def _histogram(values: Tensor) -> Tensor:
     """Returns a row of counts, without a sync."""
-    return torch.histc(_bins(values).to(torch.float32), bins=_BINS, min=0, max=_BINS)
+    bins = _bins(values)
+    if torch.are_deterministic_algorithms_enabled():  # histc is faster on a GPU, and raises there
+        return _count(torch.zeros(_BINS, dtype=torch.float64, device=values.device), bins.to(torch.int64))
+    return torch.histc(bins.to(torch.float32), bins=_BINS, min=0, max=_BINS)
+
+
+def _count(counts: Tensor, bins: Tensor) -> Tensor:
+    """Adds 1 to the count at each place, and returns the counts."""
+    return counts.scatter_add_(0, bins, torch.ones((), dtype=counts.dtype, device=counts.device).expand(len(bins)))
 
 
 def _counted_on_host(values: Tensor) -> Tensor:
