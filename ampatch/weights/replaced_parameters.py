@@ -26,7 +26,7 @@ from ampatch.weights import optimizer_state
 from ampatch.weights.conversion import Conversion
 from ampatch.weights.conversion_plan import Plan
 from ampatch.weights.exchange import ExchangedMasters
-from ampatch.weights.untracked_writes import data_of, has_memory
+from ampatch.weights.untracked_writes import data_of, has_memory, is_shared
 
 # For `map` over a list of modules: a line of Python for each takes several times as long.
 _PARAMETERS = operator.attrgetter("_parameters")
@@ -208,8 +208,7 @@ class ReplacedParameters:
             if now is not None and self._conversion.has_master(now[1]):
                 module, old, new = now
                 by_old.setdefault(id(old), _Replaced(old)).places.append((module, place.name, new))
-        held = [each for module in self._modules for each in module._parameters.values() if each is not None]
-        ids, memory = set(map(id, held)), set(filter(None, map(_memory_of, held)))
+        ids = {id(each) for module in self._modules for each in module._parameters.values()}
         updated = {id(each) for each in self._updated(given)}
         converts = False
         # In this order: leaving inference mode turns gradients on.
@@ -220,8 +219,8 @@ class ReplacedParameters:
                     self._put_back(each)
                     continue
                 converts = self._convert(each) or converts
-                if not is_held and _memory_of(each.old) in memory:
-                    # Of the same memory, such as of nn.Parameter(old.detach()): a step writes masters to all of it.
+                if not is_held and is_shared(each.old):
+                    # Perhaps by nn.Parameter(old.detach()): a step writes all masters, also those without gradients.
                     each.old.data = data_of(each.old).clone()
         return converts
 
@@ -312,8 +311,3 @@ class _Replaced:
             and (each is new[0] or torch.equal(each, new[0]))  # or the user unties them
             for each in new
         )
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage; 0 if it has none."""
-    return tensor.untyped_storage().data_ptr() if has_memory(tensor) else 0

@@ -77,6 +77,13 @@ class Changes(Run):
         self.norm.bias = new()
         self.add(self.norm.bias)
 
+    def share_memory_for_a_while(self) -> None:
+        old = self.model[0].weight
+        self.model[0].weight = nn.Parameter(old.detach())
+        self.add(self.model[0].weight)
+        self.evaluate()
+        self.model[0].weight = old
+
     def add_and_reset(self) -> None:
         bias = new()
         self.add(bias)
