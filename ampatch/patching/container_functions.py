@@ -1,6 +1,6 @@
-"""Replaces functions in containers (such as a table of activations), in partials, and in traced graphs.
+"""Replaces functions in containers (such as a table of activations), in partials, closures and traced graphs.
 
-Changes lists and dicts in place, since other objects may hold them too; makes new tuples and partials. Owns no state.
+Changes what is mutable in place, since other objects may hold it too; makes new tuples and partials. Owns no state.
 Must not know which functions are replaced, or what replaces them.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +19,7 @@ from torch import fx, nn
 # Returns the replacement of a function, and other values as they are. Called with every value found.
 Replacement = Callable[[object], object]
 
-#: Classes of objects whose contents are searched.
+#: Classes of objects whose contents are searched, beside named tuples, data classes and functions of users.
 OPENED = frozenset(
     {list, collections.deque, dict, collections.OrderedDict, collections.defaultdict, types.SimpleNamespace}
     | {tuple, functools.partial}
@@ -28,7 +29,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def replace_in_containers(holder: object, replacement_of: Replacement) -> bool:
-    """Replaces functions in containers that an object's attributes hold, at any depth; not the attributes themselves.
+    """Replaces functions in what an object's attributes hold, at any depth; not the attributes themselves.
 
     In a module that torch.fx has traced it also replaces the functions that the graph calls.
 
@@ -42,8 +43,8 @@ def replace_in_containers(holder: object, replacement_of: Replacement) -> bool:
     walk = _Walk(replacement_of)
     attributes: Mapping[str, object] = object.__getattribute__(holder, "__dict__")
     for name, value in list(attributes.items()):
-        if type(value) in OPENED and not (name in _OF_MODULES and isinstance(holder, nn.Module)):
-            replaced = walk.replaced(value)
+        if not (name in _OF_MODULES and isinstance(holder, nn.Module)):
+            replaced = walk.contents_replaced(value)
             if replaced is not value:
                 with contextlib.suppress(AttributeError):  # the owner's attributes are read-only
                     setattr(holder, name, replaced)
@@ -61,34 +62,57 @@ class _Walk:
     def __init__(self, replacement_of: Replacement) -> None:
         self.has_replaced = False
         self._replacement_of = replacement_of
-        self._open: set[int] = set()  # ids of containers being walked: one may contain itself
+        # By id, containers that were found, with what replaces them: one may be in several places, and in itself.
+        self._known: dict[int, tuple[object, object]] = {}
 
     def replaced(self, value: Any) -> Any:
         """Returns the value itself, or its replacement."""
-        kind = type(value)
-        if kind not in OPENED:
-            replacement = self._replacement_of(value)
-            self.has_replaced = self.has_replaced or replacement is not value
+        replacement = self._replacement_of(value)
+        if replacement is not value:
+            self.has_replaced = True
             return replacement
-        if id(value) in self._open:
-            return value
-        self._open.add(id(value))
-        try:
-            if kind is tuple:
-                items = tuple(map(self.replaced, value))
-                return value if _are_same(items, value) else items
-            if kind is functools.partial:
-                return self._partial(value)
-            self._replace_in_place(vars(value) if kind is types.SimpleNamespace else value)
-            return value
-        finally:
-            self._open.discard(id(value))
+        return self.contents_replaced(value)
 
-    def _replace_in_place(self, container: Any) -> None:
-        for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
+    def contents_replaced(self, value: Any) -> Any:
+        """Returns the value, in which functions were replaced; for a tuple or a partial, a new one if there are any."""
+        if id(value) not in self._known:
+            self._known[id(value)] = value, value
+            self._known[id(value)] = value, self._opened(value)
+        return self._known[id(value)][1]
+
+    def _opened(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make")):
+            items = tuple(map(self.replaced, value))
+            return value if _are_same(items, value) else items if kind is tuple else kind._make(items)
+        if kind is functools.partial:
+            return self._partial(value)
+        if kind is types.FunctionType:
+            self._replace_captured(value)
+        elif kind in OPENED:
+            contents = vars(value) if kind is types.SimpleNamespace else value
+            items = contents.items() if isinstance(contents, dict) else enumerate(contents)
+            self._replace_in_place(list(items), contents.__setitem__)
+        elif dataclasses.is_dataclass(kind) and not issubclass(kind, nn.Module):
+            fields = [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(kind)]
+            self._replace_in_place(fields, functools.partial(object.__setattr__, value))  # it may be frozen
+        return value
+
+    def _replace_in_place(self, items: Iterable[tuple[Any, Any]], put: Callable[[Any, Any], object]) -> None:
+        for key, item in items:
             replaced = self.replaced(item)
             if replaced is not item:
-                container[key] = replaced
+                put(key, replaced)
+
+    def _replace_captured(self, function: types.FunctionType) -> None:
+        """Replaces functions in the closure and the default arguments of a function, unless it is torch's own."""
+        if str(function.__module__).partition(".")[0] in ("torch", "ampatch"):
+            return
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # the cell is still empty
+                self._replace_in_place([("cell_contents", cell.cell_contents)], functools.partial(setattr, cell))
+        defaults = [(name, getattr(function, name)) for name in ("__defaults__", "__kwdefaults__")]
+        self._replace_in_place(defaults, functools.partial(setattr, function))
 
     def _partial(self, partial: functools.partial[Any]) -> functools.partial[Any]:
         before = (partial.func, *partial.args, *partial.keywords.values())

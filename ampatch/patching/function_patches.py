@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import wrapt
@@ -34,7 +34,7 @@ from ampatch.native.calls import Accelerator
 from ampatch.patching import beside_half_weights, thread_rules
 from ampatch.patching.adapters import UNCHANGED, Adapter, Adapters, Function, InHalf, is_looked_up
 from ampatch.patching.container_functions import replace_in_containers
-from ampatch.patching.function_places import bound_methods, swept_modules
+from ampatch.patching.function_places import bound_methods, rebound, swept_modules
 from ampatch.patching.thread_rules import Token
 from ampatch.patching.wrappers import FunctionInHalf, HalfModelFunction, PatchedFunction, Reason, overridable
 from ampatch.switch import Switch, is_in_half
@@ -129,14 +129,14 @@ class Wrappers:
                     self._ledger.set(owner, name, wrapper)
         for owner, name, method in bound_methods(owners, self._of_methods):
             with contextlib.suppress(AttributeError, RefusedError):
-                bound = getattr(method.__self__, method.__name__)
-                if bound.__func__ is not method.__func__:
+                bound = rebound(method)
+                if bound is not method:
                     self._ledger.set(owner, name, bound)
 
     def rebind_model(self, model: nn.Module) -> None:
-        """Rebinds the names in a model's modules, and functions in their containers, partials and traced graphs.
+        """Rebinds the names in a model's modules, and functions in their containers, closures and traced graphs.
 
-        Also changes containers in the Python modules that define the modules' classes, such as tables of activations.
+        Also changes those in the Python modules that define the modules' classes, such as tables of activations.
         """
         modules = list(model.modules())
         self.rebind(modules)
@@ -147,10 +147,12 @@ class Wrappers:
                 self._ledger.on_undo(functools.partial(_restore, weakref.ref(holder)), holder)
 
     def _replacement_of(self, value: object) -> object:
-        """Returns the wrapper of a function, and any other value unchanged.
+        """Returns the wrapper of a function, and any other value unchanged; binds a method again, as `rebind` does.
 
         For a wrapper of an earlier session, returns this session's wrapper of its original, or else the original.
         """
+        if type(value) is types.MethodType:
+            return rebound(value)
         original = unwrapped(value)
         return self._of(original) or original
 
@@ -524,10 +526,17 @@ _alive: weakref.WeakValueDictionary[int, FunctionWrapper] = weakref.WeakValueDic
 
 
 def _restore(reference: weakref.ref[object]) -> None:
-    """Puts originals back where a holder's containers, or its traced graph, have wrappers."""
+    """Puts originals back where a holder's containers and closures, or its traced graph, have wrappers."""
     holder = reference()
     if holder is not None:
-        replace_in_containers(holder, unwrapped)
+        replace_in_containers(holder, _without_wrapper)
+
+
+def _without_wrapper(value: object) -> object:
+    if type(value) is types.MethodType:
+        function: Any = unwrapped(value.__func__)
+        return value if function is value.__func__ else types.MethodType(function, value.__self__)
+    return unwrapped(value)
 
 
 class _Announcer:

@@ -43,6 +43,17 @@ def bound_methods(owners: Iterable[object], wanted: Container[int]) -> Iterator[
                 yield owner, name, held
 
 
+def rebound(method: types.MethodType) -> types.MethodType:
+    """Returns a bound method with the wrapper, or the original, that the class of its object has in its place now."""
+    owner, function = method.__self__, unwrapped(method.__func__)
+    for kind in (owner if isinstance(owner, type) else type(owner)).__mro__:
+        for held in vars(kind).values():
+            found = held.__func__ if isinstance(held, (staticmethod, classmethod)) else held
+            if found is not method.__func__ and unwrapped(found) is function:
+                return types.MethodType(found, owner)
+    return method
+
+
 class Kind(enum.Enum):
     """The kind of a place that holds a function."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import functools
 import gc
 import types
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -71,6 +73,136 @@ def test_functions_in_containers_are_cast_and_restored(make, call, half):
     for found in (F.linear, torch.Tensor.matmul):
         assert not hasattr(found, "__wrapped__")
     assert str(make()).partition(" at ")[0] == str(model.kept).partition(" at ")[0]
+
+
+class Helper:
+    """Has functions that users register. They return their argument, whose type shows whether it was cast."""
+
+    def bound(self, x: Tensor) -> Tensor:
+        return x
+
+    @classmethod
+    def of_class(cls, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def static(x: Tensor) -> Tensor:
+        return x
+
+
+class Derived(Helper):
+    def bound(self, x: Tensor) -> Tensor:
+        raise AssertionError("not what was bound")
+
+    def of_base(self) -> Any:
+        return super().bound
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Config:
+    function: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenConfig:
+    function: Any
+
+
+def in_closure(function: Any) -> Any:
+    def call(x: Tensor) -> Any:
+        return function(x)
+
+    return call
+
+
+def in_list_in_closure(function: Any) -> Any:
+    held = [function]
+
+    def call(x: Tensor) -> Any:
+        return held[0](x)
+
+    return call
+
+
+def with_default(function: Any) -> Any:
+    def call(x: Tensor, of: Any = function) -> Any:
+        return of(x)
+
+    return call
+
+
+def with_keyword_default(function: Any) -> Any:
+    def call(x: Tensor, *, of: Any = [function]) -> Any:  # noqa: B006 - as a user has it
+        return of[0](x)
+
+    return call
+
+
+FUNCTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "bound method": ("bound", lambda: Helper().bound),
+    "bound method of the base": ("bound", lambda: Derived().of_base()),
+    "class method": ("of_class", lambda: Helper.of_class),
+    "static method": ("static", lambda: Helper.static),
+}
+HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "attribute": (lambda function: function, lambda kept: kept),
+    "dict": (lambda function: {"f": function}, lambda kept: kept["f"]),
+    "partial": (functools.partial, lambda kept: kept),
+    "named tuple": (lambda function: Pair(1, function), lambda kept: kept.second),
+    "data class": (Config, lambda kept: kept.function),
+    "frozen data class": (lambda function: [FrozenConfig(function)], lambda kept: kept[0].function),
+    "closure": (in_closure, lambda kept: kept),
+    "list in a closure": (in_list_in_closure, lambda kept: kept),
+    "default": (with_default, lambda kept: kept),
+    "keyword default": (with_keyword_default, lambda kept: kept),
+    "torch.vmap": (torch.vmap, lambda kept: kept),
+    "wrapped": (lambda function: functools.wraps(function)(in_closure(function)), lambda kept: kept),
+}
+
+
+@pytest.mark.parametrize(("hold", "get"), HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize(("name", "function"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_registered_functions_are_cast_wherever_a_model_holds_them(name, function, hold, get):
+    amp.register_half_function(Helper, name)
+    model = Keeping(hold(function()), lambda kept, x, _: get(kept)(x))
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        amp.initialize(model, half_dtype="bfloat16", verbosity=0)
+        assert model(x).dtype is torch.bfloat16
+        amp.deinitialize()
+        assert model(x).dtype is torch.float32
+    assert type(get(model.kept)) is type(get(hold(function())))
+
+
+def test_a_closure_that_is_not_filled_yet_stays():
+    def call(_: None, x: Tensor, weight: Tensor) -> Tensor:
+        return later(x + weight[:2])
+
+    model = Keeping(None, call)
+    amp.initialize(model, verbosity=0)
+    later = F.relu
+    assert model(torch.ones(2, 4)).dtype is torch.float32
+
+
+def test_functions_that_hold_each_other_are_walked_once():
+    calls: list[Any] = []
+    for _ in range(40):
+        calls.append(in_closure(calls[:]))
+    seen: list[object] = []
+    replace_in_containers(Keeping(calls), lambda value: seen.append(value) or value)
+    assert len(seen) < 40**3
+
+
+def test_closures_of_torch_s_own_functions_stay():
+    held = F.max_pool2d.__closure__
+    before = [cell.cell_contents for cell in held]
+    replace_in_containers(Keeping([F.max_pool2d]), lambda value: None if value in before else value)
+    assert [cell.cell_contents for cell in held] == before
 
 
 def test_mutable_containers_stay_the_same_objects():

@@ -79,6 +79,7 @@ class TestNamespaces:
         assert changed - {str(path) for path in RULES} - second_names - of_autocast == {
             "torch.nn.RNNBase.check_input",
             "torch.Tensor.data",
+            "torch.utils.swap_tensors",
             "torch.autograd._engine_run_backward",
             "torch.nn.utils.clip_grad._get_total_norm",
             "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
