@@ -20,11 +20,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ampatch.errors import OptionError, UsageError
+from ampatch.errors import OptionError, UsageError, warn
 from ampatch.half_types import HALVES
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.torch_private import foreach
+from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 from ampatch.weights.exchange import ExchangedMasters, Releases, exchange
 from ampatch.weights.kept_values import check_as_converted
@@ -32,6 +33,8 @@ from ampatch.weights.split_weights import Split, SplitWeight
 from ampatch.weights.step_parts import Turns, parts_of
 from ampatch.weights.stochastic_rounding import Rounded, Rounding
 from ampatch.weights.untracked_writes import data_of
+
+_MOST_IDLE = 8  # first steps without an update, as when gradients are accumulated, before the user is warned
 
 
 class Claims(Releases, Protocol):
@@ -92,6 +95,7 @@ class TemporaryMasters(ExchangedMasters):
         self._turns = Turns()
         self._in_place: list[_Stand] = []
         self._runs = 0  # of steps
+        self._is_idle = True  # until a step has changed a master
         # Optimizers of heavyball find the state of a parameter by its address, and keep views of it.
         self._keeps_addresses = any(each.__module__.startswith("heavyball.") for each in type(optimizer).__mro__)
 
@@ -239,11 +243,27 @@ class TemporaryMasters(ExchangedMasters):
         """
         if self.are_in_place:
             stands = self._exchange_back()
+            if stepped and self._is_idle:
+                self._watch_for_updates([each for each in stands if each.grad is not None])
             self._write(stands, stepped=stepped)
             halves = _halves(stands)
             del stands  # the masters' memory is free before the narrow state needs some
             self._forget_addresses()
             self._narrow_state(halves)
+
+    def _watch_for_updates(self, stands: list[_Stand]) -> None:
+        """Warns if all of an optimizer's first steps have left masters with gradients as they were; may sync."""
+        if is_capturing() or not stands:
+            return
+        self._is_idle = all(_is_unchanged(each, self._form) for each in stands)
+        if self._is_idle and self._runs == _MOST_IDLE:
+            self._is_idle = False
+            warn(
+                f"{_MOST_IDLE} steps of this {type(self._optimizer()).__name__} have changed none of its parameters. "
+                "If it updates a buffer of its own, of which the parameters were views when it was made, the model is "
+                f"not trained: master_weights={self.kind!r} makes masters anew for each step. Type "
+                "master_weights=True, or opt_level='O4'."
+            )
 
     def _forget_addresses(self) -> None:
         """Has an optimizer that keeps addresses look at them again, since masters have new memory each time."""
@@ -298,6 +318,12 @@ class TemporaryMasters(ExchangedMasters):
         if self._narrows:
             self._rounding.narrow_state(self._optimizer(), part)
         self._note_state()  # the step may have replaced it
+
+
+def _is_unchanged(stand: _Stand, form: Split | Rounded) -> bool:
+    before = kernels.float32_like([stand.parameter])
+    form.join([stand.parameter], before)
+    return torch.equal(before[0], stand.master)
 
 
 def _halves(stands: list[_Stand]) -> list[Tensor]:

@@ -150,6 +150,21 @@ class ByMethod(torch.optim.SGD):
             parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
 
 
+class Flat(torch.optim.Optimizer):
+    """Updates one buffer, of which the parameters were views when it was made."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        own = self.param_groups[0]["params"]
+        self.flat = torch.cat([each.detach().flatten() for each in own])
+        for each, values in zip(own, self.flat.split([each.numel() for each in own]), strict=True):
+            each.data = values.view_as(each)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.flat.sub_(torch.cat([each.grad.flatten() for each in self.param_groups[0]["params"]]))
+
+
 def matrices(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Muon([parameter for parameter in parameters if parameter.dim() == 2])
 
@@ -407,6 +422,45 @@ class TestParts:
         optimizer.register_step_post_hook(lambda *_: seen.append(model[0].weight.dtype))
         step(model, optimizer)
         assert seen == [HALF, HALF]
+
+
+@pytest.mark.parametrize("kind", ["split", "stochastic"])
+class TestSteps:
+    def test_that_change_a_buffer_in_place_of_the_parameters_are_warned_of_once(self, kind):
+        model = network()
+        optimizer = Flat(model.parameters())
+        initialize(model, optimizer, kind)
+        for _ in range(8):
+            step(model, optimizer)
+        with pytest.warns(AmpWarning, match=f"8 steps of this Flat have changed none .* master_weights='{kind}'"):
+            step(model, optimizer)
+        step(model, optimizer)
+
+    def test_of_many_parts_are_counted_once(self, kind, small_parts):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        initialize(model, optimizer, kind)
+        give(model)
+        assert parts_of(optimizer) == 3
+        for _ in range(8):
+            step(model, optimizer)
+
+    @pytest.mark.parametrize("writes_data", [False, True])
+    def test_that_begin_late_are_not_warned_of(self, kind, writes_data):
+        class Late(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                if writes_data:
+                    for each in self.param_groups[0]["params"]:
+                        each.data.add_(each.grad * self.param_groups[0]["lr"])
+                else:
+                    super().step(closure)
+
+        model = network()
+        optimizer = Late(model.parameters(), lr=0.0)
+        initialize(model, optimizer, kind)
+        for count in range(20):
+            optimizer.param_groups[0]["lr"] = 0.1 * (count == 6)
+            step(model, optimizer)
 
 
 class TestStochasticRounding:
