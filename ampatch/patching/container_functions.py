@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 # Returns the replacement of a function, and other values as they are. Called with every value found.
 Replacement = Callable[[object], object]
@@ -24,6 +24,8 @@ OPENED = frozenset(
     {list, collections.deque, dict, collections.OrderedDict, collections.defaultdict, types.SimpleNamespace}
     | {tuple, functools.partial}
 )
+# Classes of values that hold nothing, and that containers may have many of, such as a vocabulary.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, Tensor, nn.Parameter})
 # Attributes that torch itself sets in every nn.Module.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -75,6 +77,8 @@ class _Walk:
 
     def contents_replaced(self, value: Any) -> Any:
         """Returns the value, in which functions were replaced; for a tuple or a partial, a new one if there are any."""
+        if type(value) in _PLAIN:
+            return value
         if id(value) not in self._known:
             self._known[id(value)] = value, value
             self._known[id(value)] = value, self._opened(value)
@@ -91,8 +95,8 @@ class _Walk:
             self._replace_captured(value)
         elif kind in OPENED:
             contents = vars(value) if kind is types.SimpleNamespace else value
-            items = contents.items() if isinstance(contents, dict) else enumerate(contents)
-            self._replace_in_place(list(items), contents.__setitem__)
+            found = contents.items() if isinstance(contents, dict) else enumerate(contents)
+            self._replace_in_place(list(found), contents.__setitem__)
         elif dataclasses.is_dataclass(kind) and not issubclass(kind, nn.Module):
             fields = [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(kind)]
             self._replace_in_place(fields, functools.partial(object.__setattr__, value))  # it may be frozen

@@ -46,9 +46,9 @@ def bound_methods(owners: Iterable[object], wanted: Container[int]) -> Iterator[
 def rebound(method: types.MethodType) -> types.MethodType:
     """Returns a bound method with the wrapper, or the original, that the class of its object has in its place now."""
     owner, function = method.__self__, unwrapped(method.__func__)
-    for kind in (owner if isinstance(owner, type) else type(owner)).__mro__:
+    for kind in (owner if issubclass(type(owner), type) else type(owner)).__mro__:  # type: ignore[attr-defined]
         for held in vars(kind).values():
-            found = held.__func__ if isinstance(held, (staticmethod, classmethod)) else held
+            found = held.__func__ if type(held) in (staticmethod, classmethod) else held
             if found is not method.__func__ and unwrapped(found) is function:
                 return types.MethodType(found, owner)
     return method

@@ -134,7 +134,7 @@ def announce(ledger: PatchLedger, on_access: OnAccess) -> None:
         if not torch.compiler.is_compiling():
             on_access(tensor, value, is_read=False)
 
-    swap = torch.utils.swap_tensors
+    swap: Any = torch.utils.swap_tensors
 
     @functools.wraps(swap)
     def swap_tensors(t1: Tensor, t2: Tensor) -> None:
