@@ -119,6 +119,7 @@ OWN_ATTRIBUTES = {
     "torch.cuda.graphs.CUDAGraph": torch.cuda.graphs.CUDAGraph,
     "torch.nn.utils.clip_grad": torch.nn.utils.clip_grad,
     "torch.functional": torch.functional,
+    "torch.utils": torch.utils,
     "torch.utils.checkpoint": torch.utils.checkpoint,
     "torch.utils.checkpoint._CheckpointFrame": torch.utils.checkpoint._CheckpointFrame,
     "torch.utils.checkpoint.CheckpointFunction": torch.utils.checkpoint.CheckpointFunction,
@@ -132,7 +133,7 @@ OWN_ATTRIBUTES = {
 
 
 # Modules that keep other things as well, which tests change.
-STATEFUL = (torch.cuda, torch.distributed, torch.distributed.distributed_c10d)
+STATEFUL = (torch.cuda, torch.distributed, torch.distributed.distributed_c10d, torch.utils)
 
 
 #: The state of a thread that is in no region.
