@@ -70,9 +70,8 @@ class FsdpModules:
             self._second[module] = None
 
     def flattened(self) -> dict[int, nn.Module]:
-        """Returns the innermost module of FSDP1 around each of its parameters, by id of the parameter."""
-        # Inner modules come later, and overwrite the outer ones.
-        return {id(each): module for module in list(self._first) for each in module.parameters()}
+        """Returns the module of FSDP1 that has flattened each of its parameters, by id of the parameter."""
+        return {id(each): module for module in list(self._first) for each in private.flattened_by(module)}
 
     def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
         """Returns True if FSDP has left a gradient of these for a later backward pass to reduce."""
@@ -82,7 +81,7 @@ class FsdpModules:
         postponed: set[int] = set()
         for module in list(self._first):
             if not private.syncs_gradients(module):
-                postponed.update(map(id, module.parameters()))
+                postponed.update(map(id, private.flattened_by(module)))
         for group in self._groups():
             if private.is_postponed(group):
                 postponed.update(id(each.sharded_param) for each in group.fsdp_params)

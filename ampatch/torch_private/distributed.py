@@ -53,6 +53,21 @@ syncs_gradients: Callable[[Any], bool] = operator.attrgetter("_sync_gradients")
 FLATTENED = "_fsdp_flattened"
 
 
+def flattened_by(module: Any) -> Sequence[Any]:
+    """Returns the parameters that an FSDP1 module has flattened by itself, not those of its inner FSDP1 modules.
+
+    The module's own ``parameters()`` lacks them while they are unsharded: under SHARD_GRAD_OP from a forward pass on.
+
+    Upstream: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_flat_param.py
+    Seen in: torch 2.10 to 2.13
+    Until: torch drops FSDP1.
+    """
+    flat = module._flat_param
+    if flat is None:
+        return []
+    return [flat] if flat._params is None else [*flat._params, *flat._shared_params]
+
+
 def reductions_of(wrapper: DistributedDataParallel) -> object:
     """Returns a value that changes whenever a backward pass has reduced the gradients of a DDP wrapper.
 

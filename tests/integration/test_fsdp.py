@@ -54,7 +54,9 @@ def sharded(model: nn.Module, kind: str, device: str) -> nn.Module:
         for module in model:
             fully_shard(module, **options)
         return fully_shard(model, **options)
-    kwargs = {"use_orig_params": kind == "FSDP1", "device_id": torch.device(device)}
+    kwargs = {"use_orig_params": kind != "FSDP1 flat", "device_id": torch.device(device)}
+    if kind == "FSDP1 whole after forward":
+        kwargs["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
     return FullyShardedDataParallel(model, process_group=dist.group.WORLD, **kwargs)
 
 
@@ -140,7 +142,7 @@ def check_one_step(workers, kind, half, device, postpone):
 
 @EACH_DEVICE
 @EACH_HALF
-@pytest.mark.parametrize("kind", ["fully_shard", "FSDP1", "FSDP1 flat", "gathered in half"])
+@pytest.mark.parametrize("kind", ["fully_shard", "FSDP1", "FSDP1 flat", "FSDP1 whole after forward", "gathered in half"])
 @pytest.mark.parametrize("postpone", [False, True])
 @pytest.mark.covering(1)
 def test_two_ranks_step_to_the_bits_of_one_process(two, kind, half, device, postpone):
