@@ -219,19 +219,21 @@ class Ranks:
             return
         parameters = list(parameters)
         groups = dict.fromkeys(group for spread in self._layouts_of(parameters) for group in spread.holders)
-        groups.update(dict.fromkeys(self._groups_beside(parameters)))
+        groups.update(self.groups_beside(set(map(id, parameters)) if self._ddp else set()))
         for group in groups:
             group.reduce_(found_inf, dist.ReduceOp.MAX)
 
-    def _groups_beside(self, parameters: list[Tensor]) -> Iterator[Group]:
-        """Yields the groups of these parameters' DDP wrappers, if no wrapper reduces some of the parameters."""
-        ids = set(map(id, parameters)) if self._ddp else set()
+    def groups_beside(self, ids: set[int]) -> dict[Group, None]:
+        """Returns the groups of some parameters' DDP wrappers, if no wrapper reduces some of the parameters.
+
+        Args:
+            ids: ids of the parameters.
+        """
         found = [(wrapper, replica) for wrapper, replica in list(self._ddp.items()) if not ids.isdisjoint(replica.ids)]
-        reduced = frozenset().union(*(replica.ids for _, replica in found))
-        if found and not reduced.issuperset(ids):
-            for wrapper, _ in found:
-                group: Any = wrapper.process_group
-                yield Group(group, str(wrapper.device_type))
+        if ids.issubset(frozenset().union(*(replica.ids for _, replica in found))):
+            return {}
+        groups: list[Any] = [(wrapper.process_group, str(wrapper.device_type)) for wrapper, _ in found]
+        return {Group(*each): None for each in groups}
 
     def are_sharded(self, parameters: Iterable[Tensor]) -> bool:
         """Returns True if other ranks have pieces of these; all ranks must then do the same, gradients or not."""
@@ -341,8 +343,12 @@ class ReplicasInBlock:
         """Returns the ids of parameters with gradients that wait for a later backward pass to reduce them."""
         return {key for each, _ in self._replicas if each.has_unreduced for key in each.ids}
 
-    def end(self) -> None:
-        """Notes which wrappers have reduced all gradients, and which have gradients that the block has added."""
+    def end(self, is_judged: bool) -> None:
+        """Notes which wrappers have reduced all gradients, and which have gradients that the block has added.
+
+        Args:
+            is_judged: whether the ranks agree on an overflow when the block unscales.
+        """
         self._ranks._look()
         for index, (replica, count) in enumerate(self._replicas):
             if replica.count == count:
@@ -352,6 +358,19 @@ class ReplicasInBlock:
                 elif self._before is None or not _are_same(self._before[index], _moments_of(parameters)):
                     replica.has_unreduced = True
             replica.count_at_end = replica.count
+        if is_judged:
+            self._agree([replica for replica, count in self._replicas if replica.count == count])
+
+    def _agree(self, replicas: list[_Replica]) -> None:
+        """Has wrappers' gradients wait on all ranks if they do on one, where the ranks agree on an overflow.
+
+        Which rank reaches a wrapper under ``no_sync`` may depend on its data, and all must unscale in the same block.
+        """
+        for group in self._ranks.groups_beside(self._ids) if replicas else ():
+            flags = torch.tensor([float(replica.has_unreduced) for replica in replicas])
+            group.reduce_(flags, dist.ReduceOp.MAX)
+            for replica, flag in zip(replicas, flags.tolist(), strict=True):
+                replica.has_unreduced = bool(flag)
 
     def have_reduced(self) -> bool:
         """Returns True if all wrappers have reduced their gradients in the block."""
@@ -362,14 +381,12 @@ class ReplicasInBlock:
         return {key for each, count in self._replicas if each.has_views and each.count != count for key in each.ids}
 
     def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns True if a gradient of these waits for a later backward pass to reduce it, when the block has ended.
+        """Returns True if a wrapper of these has gradients that wait for a later backward pass, after the block.
 
         A backward pass that bypasses the wrapper also leaves gradients: that of an auxiliary loss of the module inside.
+        Which of the wrapper's parameters have them does not count, as that may depend on a rank's data.
         """
-        waiting = [replica.ids for replica, _ in self._replicas if replica.has_unreduced]
-        return bool(waiting) and any(
-            parameter.grad is not None and any(id(parameter) in ids for ids in waiting) for parameter in parameters
-        )
+        return not self.unreduced().isdisjoint(map(id, parameters))
 
     def _own(self, replica: _Replica) -> list[Tensor]:
         return [each for each in replica.parameters if id(each) in self._ids]

@@ -502,7 +502,7 @@ class ScaledBlock(Generic[_L]):
         )
         self.watched = ()
         if self._replicas is not None:
-            self._replicas.end()
+            self._replicas.end(is_judged=self._scaler.dynamic)
             moved = self._replicas.moved()
             for each in self._gradients if moved else ():
                 each.masters.gradients.note_moved_to_buckets(moved)
@@ -518,7 +518,8 @@ class ScaledBlock(Generic[_L]):
             self._unscaling.run()
         elif len(postponed) < len(self._gradients):
             others = [each for each in self._gradients if each not in postponed]
-            Unscaling(scale_use, others, self._blocks.ranks).run()
+            # The ranks agree on these as they do if none is postponed: an overflow of any moves the scale of all.
+            Unscaling(scale_use, others, self._blocks.ranks).run(self._unscaling.model_parameters())
         if not self.is_used and any(each.updated.have_gradients() for each in self._gradients):
             self.has_warned = True
             warn(

@@ -5,7 +5,7 @@ Must not know where the backward pass began or ended: a block calls it, and so d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -47,13 +47,17 @@ class Unscaling:
             # By the snapshot: gradients with a graph remember the factor, and the scaler's own tensor changes.
             kernels.multiply_(without_masters(found, but=but), self.scale_use.scale)
 
-    def run(self) -> None:
-        """Unscales, and finds overflows."""
+    def run(self, judged: Iterable[Tensor] | None = None) -> None:
+        """Unscales, and finds overflows.
+
+        Args:
+            judged: parameters over whose ranks the verdict is agreed on; None: the model's that are unscaled.
+        """
         try:
             self.tell_observers()
             found_inf = self._unscale()
             if found_inf is not None:
-                self._ranks.reduce_overflow_(found_inf, self.model_parameters())
+                self._ranks.reduce_overflow_(found_inf, self.model_parameters() if judged is None else judged)
             self.note_unscaled(found_inf)
         except BaseException:
             self.abandon()

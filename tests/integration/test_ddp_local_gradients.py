@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -28,15 +29,17 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 class Beside(nn.Module):
-    """Two layers, of which DDP knows one only."""
+    """Two layers, of which DDP knows one only; a pass may reach one of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.known = nn.Linear(4, 2)
         self.beside = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.known(x) + self.beside(x)
+    def forward(self, x: Tensor, part: int | None = None) -> Tensor:
+        if part is None:
+            return self.known(x) + self.beside(x)
+        return (self.known, self.beside)[part](x)
 
 
 def overflowing(level: str, half: torch.dtype, what: str) -> list[object]:
@@ -112,3 +115,78 @@ def stepped_after_a_block_of_the_module() -> None:
 
 def test_a_step_with_gradients_that_nothing_reduces_raises(two: Workers):
     two.run(stepped_after_a_block_of_the_module)
+
+
+def reached_by_chance(level: str, half: torch.dtype, what: str) -> list[object]:
+    """Whether steps were skipped, scales and weights, where under no_sync ranks reach different parameters.
+
+    Args:
+        level: the level.
+        half: the half type.
+        what: "a part in no wrapper": rank 0 reaches only the part that DDP does not know, which is in the same
+            optimizer. "an optimizer for each part": DDP knows both parts, and each rank reaches one.
+    """
+    torch.manual_seed(0)
+    model = Beside()
+    has_each = what == "an optimizer for each part"
+    owners = [model.known, model.beside] if has_each else [model]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in owners]
+    amp.initialize(model, optimizers, opt_level=level, half_dtype=half, **SCALE)
+    replica = DistributedDataParallel(model if has_each else model.known, find_unused_parameters=True)
+    found: list[object] = []
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        first, second = (batch.to(model.known.weight.dtype) for batch in batches(2))
+        with replica.no_sync():
+            if has_each:
+                loss = loss_of(lambda x: replica(x, part=dist.get_rank()), first)
+            else:
+                loss = loss_of(model.beside, first)
+                if dist.get_rank() == 1:
+                    loss = loss + loss_of(replica, first)
+            backward(loss, optimizers)
+        backward(loss_of(replica, second) + (0 if has_each else loss_of(model.beside, second)), optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+        found += [*map(amp.step_was_skipped, optimizers), *amp.state_dict().values()]
+    return [*found, [each.tolist() for each in [*amp.master_params(optimizers[0])][:2]]]
+
+
+@pytest.mark.parametrize("what", ["a part in no wrapper", "an optimizer for each part"])
+@EACH_HALF
+@EACH_LEVEL
+@pytest.mark.covering(1)
+def test_ranks_that_reach_different_parameters_under_no_sync_agree(two: Workers, level, half, what):
+    first, second = two.run(reached_by_chance, level, half, what)
+    assert first == second
+
+
+def judged_beside_an_accumulation(level: str, half: torch.dtype) -> list[object]:
+    """As `overflowing`, but the part beside the wrapper has its own optimizer, and overflows under no_sync."""
+    torch.manual_seed(0)
+    model = Beside()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model.known, model.beside)]
+    amp.initialize(model, optimizers, opt_level=level, half_dtype=half, **SCALE)
+    replica = DistributedDataParallel(model.known)
+    found: list[object] = []
+    for step in range(3):
+        for is_last, batch in enumerate(batches(2)):
+            typed = batch.to(model.beside.weight.dtype)
+            factor = float("inf") if step == 1 and not is_last and dist.get_rank() == 1 else 1.0
+            with contextlib.nullcontext() if is_last else replica.no_sync():
+                backward(loss_of(replica, typed) + loss_of(model.beside, typed) * factor, optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [*map(amp.step_was_skipped, optimizers), amp.get_loss_scale()]
+    return [*found, [each.tolist() for each in [*amp.master_params(optimizers[0])][:2]]]
+
+
+@EACH_HALF
+@EACH_LEVEL
+@pytest.mark.covering(1)
+def test_an_overflow_beside_an_accumulation_moves_the_scale_of_all_ranks(two: Workers, level, half):
+    first, second = two.run(judged_beside_an_accumulation, level, half)
+    assert first == second
+    assert first[:-1] == [False, False, 2.0**10, False, True, 2.0**9, False, False, 2.0**9]

@@ -142,7 +142,9 @@ def check_one_step(workers, kind, half, device, postpone):
 
 @EACH_DEVICE
 @EACH_HALF
-@pytest.mark.parametrize("kind", ["fully_shard", "FSDP1", "FSDP1 flat", "FSDP1 whole after forward", "gathered in half"])
+@pytest.mark.parametrize(
+    "kind", ["fully_shard", "FSDP1", "FSDP1 flat", "FSDP1 whole after forward", "gathered in half"]
+)
 @pytest.mark.parametrize("postpone", [False, True])
 @pytest.mark.covering(1)
 def test_two_ranks_step_to_the_bits_of_one_process(two, kind, half, device, postpone):
