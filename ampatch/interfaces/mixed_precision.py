@@ -30,6 +30,7 @@ from ampatch.switch import WithoutCasts
 from ampatch.torch_private import optimizers
 from ampatch.weights import optimizer_state
 from ampatch.weights.exchange import note_lost_graph, own_methods
+from ampatch.weights.optimizer_state import give_up_buckets
 
 # Types of callables that can make an optimizer. Other callable objects are not accepted: they might be anything.
 _MAKERS = (type, functools.partial, types.FunctionType, types.MethodType)
@@ -115,6 +116,7 @@ class MixedPrecision(torch.optim.Optimizer):
         self._dtype = check_dtype("dtype", dtype, (torch.float32, torch.float64), expected)
         _check_masters(masters, self._dtype)
         narrow = state_type(optimizer_state, masters) == "bfloat16"
+        give_up_buckets(optimizer)
         self.optimizer = optimizer
         self._widened: list[WidenedGradient] = []
         values = () if masters_from is None else _values(masters_from, optimizer)

@@ -101,6 +101,8 @@ class Masters(Part):
                     f"this {type(optimizer).__name__} updates float32 masters that belong to another optimizer. Hand "
                     "only one of the two to amp.initialize: the outer one, if one is wrapped around the other."
                 )
+        if self.settings.properties.cast_model_type is not None or self.settings.steps_in_float32:
+            optimizer_state.give_up_buckets(optimizer)
         adopted, key = self.shared.adopted, id(optimizer)
 
         def take_in() -> None:

@@ -241,5 +241,14 @@ def state_of(optimizer: Any) -> MutableMapping[Tensor, Any] | None:
     return state if isinstance(state, MutableMapping) else None
 
 
+def give_up_buckets(optimizer: Any) -> None:
+    """Has a `ZeroRedundancyOptimizer` send its parameters to other ranks, not the memory that these had before amp.
+
+    Nothing undoes it: the parameters do not go back to that memory.
+    """
+    if getattr(optimizer, "parameters_as_bucket_view", False):
+        optimizer.parameters_as_bucket_view = False
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}

@@ -14,7 +14,7 @@ from small_nets import EACH_DEVICE, EACH_HALF, EACH_LEVEL, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampatch import amp
+from ampatch import MixedPrecision, amp
 
 SCALE = {"loss_scale": "dynamic", "init_scale": 2.0**10, "verbosity": 0}
 OVERFLOWS = {2: 0, 5: 1}  # by step, the rank in which it happens
@@ -89,3 +89,37 @@ def resumed(bucketed: bool) -> None:
 @pytest.mark.parametrize("bucketed", [False, True])
 def test_a_zero_optimizer_resumes_with_masters(two, bucketed):
     two.run(resumed, bucketed)
+
+
+def sent_from_buckets(how: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Weights after two steps of a sharded optimizer that keeps parameters in buckets, and of one that does not."""
+    ends = []
+    for bucketed in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        if how in ("half before", "MixedPrecision"):
+            model.bfloat16()
+        optimizer = zero(model.parameters(), torch.optim.SGD, lr=0.25, parameters_as_bucket_view=bucketed)
+        if how == "MixedPrecision":
+            optimizer = MixedPrecision(optimizer)
+        else:
+            level = "O3" if how == "O3" else "O5"
+            masters = {"master_weights": how} if how in ("split", "stochastic") else {}
+            amp.initialize(model, optimizer, opt_level=level, half_dtype="bfloat16", verbosity=0, **masters)
+        replica = DistributedDataParallel(model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = replica(torch.ones(2, 4, dtype=model[0].weight.dtype)).float().square().sum()
+            loss.backward()
+            optimizer.step()
+        ends.append([each.detach().float() for each in model.parameters()])
+        amp.deinitialize()
+    return ends[0], ends[1]
+
+
+@pytest.mark.filterwarnings("ignore::ampatch.errors.AmpWarning")
+@pytest.mark.parametrize("how", ["half before", "MixedPrecision", "O3", "split", "stochastic"])
+def test_weights_in_other_memory_than_the_buckets_are_sent(two, how):
+    (first, wanted), (second, _) = two.run(sent_from_buckets, how)
+    assert_same_state(first, second)
+    assert_same_state(first, wanted)
