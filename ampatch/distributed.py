@@ -198,11 +198,6 @@ class Ranks:
         """True if there is a DDP model, of which each rank has a copy."""
         return bool(self._ddp)
 
-    def are_replicated(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns True if any of these parameters is of a DDP model."""
-        replicated = {id(each) for wrapper in list(self._ddp) for each in wrapper.parameters()}
-        return any(id(parameter) in replicated for parameter in parameters)
-
     def reduced_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Returns those of these parameters whose gradients a DDP wrapper reduces."""
         ids = frozenset().union(*(replica.ids for replica in list(self._ddp.values())))

@@ -58,8 +58,7 @@ class Wrappers(Part):
 
     def release(self) -> None:
         """Warns of wrappers that no longer reduce the gradients of weights that get their types back."""
-        ranks = self.shared.ranks
-        if ranks.replicates and ranks.are_replicated(self._weights.conversion.converted()):
+        if self.shared.ranks.reduced_among(self._weights.conversion.converted()):
             warn(
                 "the weights of a model that is in a DistributedDataParallel have the types back that they had before "
                 "amp.initialize, and it no longer reduces their gradients. Wrap the model anew before training goes on."

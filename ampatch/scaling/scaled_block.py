@@ -449,7 +449,7 @@ class ScaledBlock(Generic[_L]):
         ranks = self._blocks.ranks
         if self._scaler.is_one or gradients.scaled_by is not None or not ranks.replicates:
             return
-        if ranks.are_replicated(gradients.updated.with_half_gradients()):
+        if ranks.reduced_among(gradients.updated.with_half_gradients()):
             raise UsageError(
                 "DistributedDataParallel cannot add to half gradients that were unscaled, as it takes none of another "
                 "type than its parameters. Put all passes before the last one of a step under no_sync(), or use "
