@@ -17,7 +17,8 @@ from optimizers import backward
 from round_numbers import MICRO_BATCHES, SCALE, data, round_weights
 from small_nets import EACH_DEVICE, EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 from workers import Workers
 
@@ -621,3 +622,44 @@ def types_in_parts() -> list[list[torch.dtype]]:
 def test_parts_of_replicas_compute_by_rules_of_their_own(two: Workers) -> None:
     full, half = [torch.float32] * 2, [torch.bfloat16] * 2
     assert the_same(two, types_in_parts) == [full, half, full]
+
+
+def with_power_sgd(level: str) -> Any:
+    """Which steps were skipped where rank 1 overflows in the fifth, and PowerSGD's memory is cleared then."""
+    replica, optimizer = replicated(level, lr=2.0**-6)
+    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.1}
+    memory = powerSGD_hook.PowerSGDState(None, **options)
+    replica.register_comm_hook(memory, powerSGD_hook.powerSGD_hook)
+    skipped = []
+    for step in range(8):
+        optimizer.zero_grad()
+        factor = float("inf") if step == 4 and dist.get_rank() == 1 else 1.0
+        backward(loss_of(replica, own_data()[step % MICRO_BATCHES]) * factor, optimizer)
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+        if skipped[-1]:
+            for each in (memory.error_dict, memory.p_memory_dict, memory.q_memory_dict):
+                each.clear()
+    return skipped, masters(optimizer)
+
+
+@EACH_LEVEL
+def test_power_sgd_goes_on_after_an_overflow_with_its_memory_cleared(two: Workers, level: str) -> None:
+    skipped, _ = the_same(two, with_power_sgd, level)
+    assert skipped == [step == 4 for step in range(8)]
+
+
+def averaged_by_hand(level: str) -> Any:
+    """Masters and outputs of ranks that train apart, and average the masters."""
+    model, optimizer = trained(level, lr=2.0**-4)
+    for batch in own_data():
+        optimizer.zero_grad()
+        backward(loss_of(model, batch), optimizer)
+        optimizer.step()
+        average_parameters(iter(list(amp.master_params(optimizer))), dist.group.WORLD)
+    return masters(optimizer), model(data("cpu", 0)[0]).float().detach()
+
+
+@EACH_LEVEL
+def test_masters_that_are_averaged_by_hand_are_the_same_on_all_ranks(two: Workers, level: str) -> None:
+    the_same(two, averaged_by_hand, level)
