@@ -193,11 +193,6 @@ class Ranks:
             if replica.count == count and not _are_same(moments, _moments_of(replica.parameters)):
                 replica.has_unreduced = True
 
-    @property
-    def replicates(self) -> bool:
-        """True if there is a DDP model, of which each rank has a copy."""
-        return bool(self._ddp)
-
     def reduced_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Returns those of these parameters whose gradients a DDP wrapper reduces."""
         ids = frozenset().union(*(replica.ids for replica in list(self._ddp.values())))

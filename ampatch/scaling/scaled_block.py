@@ -447,7 +447,7 @@ class ScaledBlock(Generic[_L]):
     def _check_may_widen(self, gradients: OptimizerGradients) -> None:
         """Raises if scaling would make half gradients float32 that DDP adds to: it expects its parameters' dtype."""
         ranks = self._blocks.ranks
-        if self._scaler.is_one or gradients.scaled_by is not None or not ranks.replicates:
+        if self._scaler.is_one or gradients.scaled_by is not None or not ranks.has_wrappers:
             return
         if ranks.reduced_among(gradients.updated.with_half_gradients()):
             raise UsageError(

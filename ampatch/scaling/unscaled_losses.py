@@ -50,8 +50,8 @@ def watch(ledger: PatchLedger, active: Callable[[], Blocks | None], explain: Cal
         inputs = frozenset(map(id, args[3])) if len(args) > 3 else frozenset()
         if accumulates:
             _check_left_scaled(outputs, inputs, blocks)
-        adds_in_ddp = accumulates and blocks.ranks.replicates
-        before = blocks.ranks.before_backward(bool(blocks.open)) if adds_in_ddp else []
+        may_reduce = accumulates and blocks.ranks.has_wrappers
+        before = blocks.ranks.before_backward(bool(blocks.open)) if may_reduce else []
         try:
             result = original(outputs, *args, **kwargs)
         except RuntimeError as error:
