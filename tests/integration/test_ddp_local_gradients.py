@@ -190,3 +190,29 @@ def test_an_overflow_beside_an_accumulation_moves_the_scale_of_all_ranks(two: Wo
     first, second = two.run(judged_beside_an_accumulation, level, half)
     assert first == second
     assert first[:-1] == [False, False, 2.0**10, False, True, 2.0**9, False, False, 2.0**9]
+
+
+def in_a_block_of_its_own(loss_id: int) -> list[object]:
+    """Scales and wrapped weights where a part in no wrapper overflows on rank 1, in a block of its own."""
+    torch.manual_seed(0)
+    model = Beside()
+    known, beside = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model.known, model.beside))
+    amp.initialize(model, [known, beside], half_dtype=torch.float16, num_losses=2, **SCALE)
+    replica = DistributedDataParallel(model.known)
+    found: list[object] = []
+    for step, batch in enumerate(batches(3)):
+        with amp.scale_loss(
+            loss_of(model.beside, batch) * (float("inf") if step == 1 == dist.get_rank() else 1.0), beside, loss_id
+        ) as scaled_loss:
+            scaled_loss.backward()
+        backward(loss_of(replica, batch), known)
+        for optimizer in (known, beside):
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(amp.state_dict()["loss_scaler0"])
+    return [*found, [each.tolist() for each in model.known.parameters()]]
+
+
+def test_a_loss_scale_of_its_own_keeps_an_overflow_beside_the_wrapper_from_others(two: Workers):
+    first, second = two.run(in_a_block_of_its_own, 1)
+    assert first == second
