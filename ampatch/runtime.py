@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -73,7 +75,29 @@ class Runtime:
 
 runtime = Runtime()
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
+_setting_up = threading.RLock()
+# A child process must not inherit a lock that another thread holds, nor functions of torch that it was patching.
+os.register_at_fork(before=_setting_up.acquire, after_in_parent=_setting_up.release, after_in_child=_setting_up.release)
+
+
+def in_one_thread(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates what opens, joins or ends a session: a second thread waits until the first has returned.
+
+    Otherwise it would take the first one's wrappers for torch's own functions, and nothing could restore torch.
+    """
+
+    @functools.wraps(function)
+    def alone(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with _setting_up:
+            return function(*args, **kwargs)
+
+    return alone
+
+
+@in_one_thread
 def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
     """Makes a session and installs it. If that fails, undoes everything; but a replaced session stays replaced.
 
@@ -99,6 +123,7 @@ def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
     return session
 
 
+@in_one_thread
 def close_session(session: Session) -> None:
     """Takes a session down if it is the live one; otherwise does nothing."""
     if session is runtime.live:
@@ -111,11 +136,12 @@ def close_session(session: Session) -> None:
 @contextlib.contextmanager
 def replacing() -> Iterator[None]:
     """Lets a session that is opened in the block, with other settings, replace the live one."""
-    before, runtime.may_replace = runtime.may_replace, True
-    try:
-        yield
-    finally:
-        runtime.may_replace = before
+    with _setting_up:
+        before, runtime.may_replace = runtime.may_replace, True
+        try:
+            yield
+        finally:
+            runtime.may_replace = before
 
 
 def difference(session: Session, settings: Settings) -> str:
@@ -142,6 +168,7 @@ def replace_session(why: str) -> None:
     runtime.replaced.watch(models, optimizers, why)
 
 
+@in_one_thread
 def turn_off() -> None:
     """Undoes everything, as `amp.deinitialize` describes."""
     runtime.disabled = False

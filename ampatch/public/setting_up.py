@@ -19,7 +19,15 @@ from ampatch.opt_levels import as_flag
 from ampatch.patching import adopted_model
 from ampatch.public import arguments
 from ampatch.public.arguments import checks_names
-from ampatch.runtime import close_session, difference, open_session, replace_session, runtime, turn_off
+from ampatch.runtime import (
+    close_session,
+    difference,
+    in_one_thread,
+    open_session,
+    replace_session,
+    runtime,
+    turn_off,
+)
 from ampatch.scaling.loss_scaler import make_policy
 from ampatch.scaling.overflows import OnOverflow, check_on_overflow, name_of_choice, with_requested_trace
 from ampatch.scaling.users_optimizer import check_optimizer
@@ -52,6 +60,7 @@ def _keeps_classes(function: Callable[Concatenate[Any, Any, _P], Any]) -> _Keeps
 
 @_keeps_classes
 @checks_names
+@in_one_thread
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -310,6 +319,7 @@ class Handle:
 
 
 @checks_names
+@in_one_thread
 def init(
     enabled: bool = True,
     loss_scale: float | str = "dynamic",

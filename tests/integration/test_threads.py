@@ -114,6 +114,17 @@ class TestThreads:
     def test_models_trained_in_threads_have_the_bits_of_each_alone(self, device, half, level):
         train_side_by_side(device, 3.0 if is_thorough() else 0.4, half_dtype=half, opt_level=level)
 
+    @EACH_LEVEL
+    def test_threads_that_set_amp_up_at_once_share_a_session(self, level):
+        def set_up(model: nn.Module) -> None:
+            amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+
+        before = torch.mm
+        together(functools.partial(set_up, nn.Linear(4, 4)) for _ in range(THREADS))
+        assert amp.settings()["num_models"] == amp.settings()["num_optimizers"] == THREADS
+        amp.deinitialize()
+        assert torch.mm is before
+
     @EACH_DEVICE
     def test_a_forward_pass_leaves_the_half_weights_of_another_model(self, device):
         one, other = (Trainer(index, device, opt_level="O2", half_dtype=torch.float16) for index in range(2))
