@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
@@ -247,7 +248,9 @@ def check_flag(name: str, value: object) -> bool | None:
     flags = {True: True, False: False, None: None, "True": True, "False": False}
     if (value is None or isinstance(value, (bool, str))) and value in flags:
         return flags[value]
-    raise OptionError(f"{name} is {value!r}; expected True, False or None (or the strings 'True' and 'False').")
+    found = textwrap.shorten(repr(value), 80)  # of a model, for instance
+    level = f" amp.initialize takes an opt level by its name: opt_level={value!r}." if str(value) in LEVELS else ""
+    raise OptionError(f"{name} is {found}; expected True, False or None (or the strings 'True' and 'False').{level}")
 
 
 def check_master_weights(value: object) -> bool | str | None:
@@ -284,8 +287,11 @@ def state_type(given: object, master_weights: object) -> str:
 
 
 def as_flag(name: str, value: object) -> bool:
-    """Returns a flag as bool; of strings accepts only "True" and "False", since bool("no") is True."""
-    return bool(check_flag(name, value) if isinstance(value, str) else value)
+    """Returns a flag as bool: a number, what else defines its truth, or a string as `check_flag` takes it.
+
+    bool("no") is True, and so is bool of any object, such as a scheduler in the place of ``enabled``.
+    """
+    return bool(value if hasattr(type(value), "__bool__") else check_flag(name, value))
 
 
 def check_verbosity(verbosity: object) -> bool:

@@ -168,6 +168,13 @@ def replace_session(why: str) -> None:
     runtime.replaced.watch(models, optimizers, why)
 
 
+def disable() -> None:
+    """Turns amp off for ``enabled=False``, unless a session is live that must not be replaced."""
+    if runtime.may_replace:
+        replace_session("enabled=False")
+    runtime.disabled = runtime.live is None
+
+
 @in_one_thread
 def turn_off() -> None:
     """Undoes everything, as `amp.deinitialize` describes."""

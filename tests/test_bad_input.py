@@ -151,6 +151,19 @@ OBJECTS: Mistakes = {
         lambda bench: amp.initialize(bench.model, bench.model.parameters()),
         "found generator as an optimizer, which lacks param_groups, step, zero_grad; expected an object with",
     ),
+    "class-for-optimizer": (
+        lambda bench: amp.initialize(bench.model, torch.optim.SGD),
+        "found the class SGD as an optimizer, which lacks param_groups; expected an object with",
+    ),
+    "level-in-the-place-of-enabled": (
+        lambda bench: amp.initialize(bench.model, bench.optimizer, "O1"),
+        r"enabled is 'O1'; expected True, .* takes an opt level by its name: opt_level='O1'\.",
+    ),
+    "object-in-the-place-of-enabled": (
+        lambda bench: amp.initialize(bench.model, bench.optimizer, object()),
+        "enabled is <object object at .*; expected True, False or None",
+    ),
+    "model-handed-to-init": (lambda bench: amp.init(bench.model), r"enabled is Sequential\( \(0\).*; expected True"),
     "optimizer-without-groups": (
         lambda bench: amp.initialize(bench.model, mock.Mock()),
         "found Mock as an optimizer, whose param_groups is 'Mock'; expected a list of mappings",

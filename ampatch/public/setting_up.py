@@ -19,15 +19,7 @@ from ampatch.opt_levels import as_flag
 from ampatch.patching import adopted_model
 from ampatch.public import arguments
 from ampatch.public.arguments import checks_names
-from ampatch.runtime import (
-    close_session,
-    difference,
-    in_one_thread,
-    open_session,
-    replace_session,
-    runtime,
-    turn_off,
-)
+from ampatch.runtime import close_session, difference, disable, in_one_thread, open_session, runtime, turn_off
 from ampatch.scaling.loss_scaler import make_policy
 from ampatch.scaling.overflows import OnOverflow, check_on_overflow, name_of_choice, with_requested_trace
 from ampatch.scaling.users_optimizer import check_optimizer
@@ -480,13 +472,6 @@ def _trace_next(reference: weakref.ref[Session]) -> None:
     from ampatch.diagnostics.overflow.tracer import OverflowTracer
 
     session.trace_with(OverflowTracer(session, is_asked=False))
-
-
-def disable() -> None:
-    """Turns amp off for ``enabled=False``, unless a session is live that must not be replaced."""
-    if runtime.may_replace:
-        replace_session("enabled=False")
-    runtime.disabled = runtime.live is None
 
 
 def joined_and_replaced(settings: Settings) -> tuple[Session | None, Session | None]:

@@ -49,8 +49,9 @@ def check_optimizer(optimizer: object) -> OptimizerLike:
     """
     missing = [name for name in ("param_groups", "step", "zero_grad") if not hasattr(optimizer, name)]
     if missing:
+        found = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         raise OptionError(
-            f"found {type(optimizer).__name__} as an optimizer, which lacks {', '.join(missing)}; expected an "
+            f"found {found} as an optimizer, which lacks {', '.join(missing)}; expected an "
             "object with param_groups, step() and zero_grad(), such as torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     groups = optimizer.param_groups  # type: ignore[attr-defined]
