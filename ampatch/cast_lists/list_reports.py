@@ -141,7 +141,7 @@ def _unlisted(name: str, listed: Sequence[Path]) -> str:
             why = f" {reason.why}" if reason else ""
             return f"{each}.{attribute} is on no list: amp leaves its arguments as they are.{why}"
     known = {path.name for path in listed} | {path.namespace for path in listed}
-    near = did_you_mean(name, map(str, listed)) if namespace else did_you_mean(name, known)
+    near = did_you_mean(name, [*map(str, listed), *known] if namespace else known)
     package = namespace.partition(".")[0]
     if package and package not in sys.modules and is_importable(package):
         near = f" {package!r} is not imported here: if {namespace} has the function, add --import {namespace}."

@@ -399,11 +399,9 @@ def _returned(target: str, example: str, expected: str) -> Any:
     module = sys.modules[module_name]
     function = getattr(module, name, None)
     if not callable(function):
-        found = "no" if function is None else f"{type(function).__name__!r} as"
+        found = f"no {name!r}" if function is None else f"{name!r} of type {type(function).__name__}"
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise OptionError(
-            f"the module {module_name!r} has {found} {name!r}; expected a function.{did_you_mean(name, names)}"
-        )
+        raise OptionError(f"the module {module_name!r} has {found}; expected a function.{did_you_mean(name, names)}")
     try:
         return function()
     except (Exception, SystemExit) as error:  # a user's function may raise anything

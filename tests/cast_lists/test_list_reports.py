@@ -126,6 +126,7 @@ class TestPolicyOfNames:
             ("torch.sofmax", "'torch.softmax'"),
             ("torch.nn.functionl.softmax", "'torch.nn.functional.softmax'"),
             ("torch.specal", "'torch.special"),
+            ("nn.functional", "'torch.nn.functional'"),
         ],
     )
     def test_an_unknown_name_is_an_error_with_the_nearest(self, name: str, near: str) -> None:

@@ -787,7 +787,7 @@ class TestCommand:
             ("preflight_package.absent:make", "the module 'preflight_package.absent' cannot be imported"),
             ("preflight_package.modul:make", "Did you mean 'preflight_package.module'"),
             ("preflight_package.module:maker", "has no 'maker'; expected a function. Did you mean 'make'?"),
-            ("preflight_package.module:value", "has 'int' as 'value'; expected a function"),
+            ("preflight_package.module:value", "has 'value' of type int; expected a function"),
             ("preflight_package.module:pair", "returned 2 values; expected three"),
             ("preflight_package.module:number", "returned int; expected three"),
             ("preflight_package.module:swapped", "module:swapped: found Tensor as a model; expected a torch.nn.Module"),

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampatch.cast_lists import spellings
-from ampatch.cast_lists.paths import Path, PathError, find, find_or, find_owner, identity
+from ampatch.cast_lists.paths import Path, PathError, find, find_or, find_owner, find_owner_or, identity
 from ampatch.diagnostics.explain.rulings import Located, Rulings, attribute, located
 from ampatch.diagnostics.recorder import callers
 from ampatch.errors import OptionError, did_you_mean
@@ -121,7 +121,8 @@ def _by_dotted_name(rulings: Rulings, given: str, path: Path) -> Subject:
     namespaces = dict.fromkeys([*spellings.NAMESPACES, "torch.nn", *(each.namespace for each in rulings.listed)])
     ends = [Path(each, path.name) for each in namespaces if each.endswith(f".{path.namespace}")]
     known = (each for each in (path, *ends) if find_or(each, default=each) is not each)
-    return _by_path(rulings, given, next(known, path))
+    is_short = ends and find_owner_or(path.namespace, path) is path
+    return _by_path(rulings, given, next(known, ends[0] if is_short else path))
 
 
 def _by_path(rulings: Rulings, given: str, path: Path) -> Subject:
@@ -214,9 +215,11 @@ def _check(target: object, given: str | None) -> None:
     """Raises if an object is no function."""
     if isinstance(target, type) or not callable(target):
         shown = repr(given) if given else getattr(target, "__qualname__", type(target).__name__)
+        namespace = target.__name__ if isinstance(target, types.ModuleType) else ""
+        hint = f" For the rules of a namespace, type `ampatch lists show {namespace}`." if namespace else ""
         raise OptionError(
-            f"found {shown}; expected a function, a module, or the name of one, such as torch.softmax, 'softmax', "
-            "'nn.LSTM' or '@'."
+            f"found {shown}; expected a function, an nn.Module, or the name of one, such as torch.softmax, 'softmax', "
+            f"'nn.LSTM' or '@'.{hint}"
         )
 
 
