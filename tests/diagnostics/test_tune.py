@@ -515,6 +515,12 @@ def test_a_search_runs_as_often_as_its_budget_says(runs: int, whole: Any) -> Non
         assert runs < 3  # float32, the lists as they are, and all in float32
 
 
+def test_a_budget_that_ends_before_float32_names_no_tolerance() -> None:
+    shown = str(Probe(all_three).tuned(budget="1 run", seeds=2))
+    assert "nan" not in shown
+    assert "tolerance" not in shown.splitlines()[0]
+
+
 def test_a_run_that_would_exceed_the_time_budget_is_not_begun() -> None:
     def off(_: Trained, x: Tensor) -> float:
         time.sleep(0.5)

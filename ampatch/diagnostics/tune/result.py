@@ -194,7 +194,7 @@ class Tuning:
         better = "higher" if self.higher_is_better else "lower"
         yield (
             f"amp.tune at {self.opt_level} in {self.half_dtype or 'half'}: {counted(len(self.seeds), 'seed')}, "
-            f"tolerance {self.tolerance:.4g}, {better} is better"
+            f"{f'tolerance {self.tolerance:.4g}, ' if self.baseline.metrics else ''}{better} is better"
         )
         yield f"{counted(self.runs, 'run')} in {seconds_in_text(self.seconds)}" + (
             f", and {self.resumed} from the journal" if self.resumed else ""
@@ -212,7 +212,7 @@ class Tuning:
             yield from (f"- {note}" for note in self.notes)
 
     def _rows(self) -> Iterator[Sequence[Any]]:
-        yield ("nothing in half (O0)", self.baseline.mean, "", "", "", "")
+        yield ("nothing in half (O0)", self.baseline.mean if self.baseline.metrics else "-", "", "", "", "")
         for trial in self.trials:
             name = f"{_several(trial.float32)} in float32" if trial.float32 else "the lists as they are"
             if trial.mean == trial.mean:
