@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -75,26 +75,25 @@ class Runtime:
 
 runtime = Runtime()
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _setting_up = threading.RLock()
 # A child process must not inherit a lock that another thread holds, nor functions of torch that it was patching.
 os.register_at_fork(before=_setting_up.acquire, after_in_parent=_setting_up.release, after_in_child=_setting_up.release)
 
 
-def in_one_thread(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def in_one_thread(function: _F) -> _F:
     """Decorates what opens, joins or ends a session: a second thread waits until the first has returned.
 
     Otherwise it would take the first one's wrappers for torch's own functions, and nothing could restore torch.
     """
 
     @functools.wraps(function)
-    def alone(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def alone(*args: Any, **kwargs: Any) -> Any:
         with _setting_up:
             return function(*args, **kwargs)
 
-    return alone
+    return alone  # type: ignore[return-value]
 
 
 @in_one_thread

@@ -500,6 +500,7 @@ def _file_of_tuning(arguments: argparse.Namespace) -> Path:
 def _of_tuning(target: str) -> tuple[dict[str, Any], list[str]]:
     """Returns the arguments of `amp.tune` that the user's function returns, and the names of all."""
     from ampatch import amp
+    from ampatch.opt_levels import check_names
 
     expected = "train and evaluate, or a dict of the arguments of amp.tune"
     result = _returned(target, "training", expected)
@@ -508,10 +509,7 @@ def _of_tuning(target: str) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(result, Mapping):
         raise OptionError(f"{target} returned {_shape(result)}; expected {expected}.")
     known = list(inspect.signature(amp.tune).parameters)
-    for name in result:
-        if name not in known:
-            hint = did_you_mean(str(name), known)
-            raise OptionError(f"{target} returned the key {name!r}; expected {', '.join(known)}.{hint}")
+    check_names(result, known, f"{target} returned")
     missing = [name for name in ("train", "evaluate") if name not in result]
     if missing:
         raise OptionError(f"{target} returned a dict without {' and '.join(map(repr, missing))}.")

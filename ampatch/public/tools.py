@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ampatch import opt_levels
 from ampatch.cast_lists.lists import Overlay, shipped
-from ampatch.errors import OptionError, did_you_mean
+from ampatch.errors import OptionError
 from ampatch.opt_levels import as_flag
 from ampatch.patching import adopted_model
 from ampatch.public import arguments
@@ -270,11 +270,7 @@ def _side(letter: str, given: object, model: nn.Module) -> Setup:
     options = {"opt_level": given} if isinstance(given, str) else given
     if not isinstance(options, Mapping):
         raise OptionError(f"{letter} is {given!r}; expected an opt level ('O1'), or a mapping with 'opt_level'.")
-    known = ("opt_level", "half_dtype", "cast_lists")
-    unknown = [key for key in options if key not in known]
-    if unknown:
-        hint = did_you_mean(unknown[0], known)
-        raise OptionError(f"{letter} has the key {unknown[0]!r}; expected {', '.join(known)}.{hint}")
+    opt_levels.check_names(options, ("opt_level", "half_dtype", "cast_lists"), f"{letter} has")
     level, overlay = options.get("opt_level", "O1"), options.get("cast_lists")
     try:
         half = arguments.half_dtype_of(options.get("half_dtype"), None, "", level, [model])
@@ -420,8 +416,7 @@ def replay(
     from ampatch.diagnostics.trial_steps.levels import checked_levels
 
     given = model if isinstance(model, (list, tuple)) else [model]
-    # The file has the models inside of wrappers.
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    wrappers = adopted_model.WRAPPERS  # the file has the models inside of them
     bare = (each.module if isinstance(each, wrappers) else getattr(each, COMPILED_ORIGINAL, each) for each in given)
     models = [adopted_model.check_model(each) for each in bare]
     chosen = checked_levels(replays.LEVELS if levels is None else levels)

@@ -384,7 +384,7 @@ class TestBadInput:
         [
             ({"b": "O7"}, "in b: opt_level is 'O7'"),
             ({"a": 3}, "a is 3; expected an opt level ('O1'), or a mapping"),
-            ({"b": {"opt_levl": "O1"}}, "b has the key 'opt_levl'"),
+            ({"b": {"opt_levl": "O1"}}, "b has the unknown argument 'opt_levl'. Did you mean 'opt_level'"),
             ({"b": {"half_dtype": "float64"}}, "in b: half_dtype is 'float64'"),
             ({"b": {"opt_level": "O4", "half_dtype": "float16"}}, "in b: half_dtype="),
             ({"b": {"opt_level": "O2", "cast_lists": {}}}, "in b: cast_lists contradicts opt_level='O2'"),

@@ -998,7 +998,7 @@ class TestCommand:
         [
             ("", "expected MODULE:FUNCTION, such as tune_package.module:training."),
             (":three", "returned 3 values; expected train and evaluate, or a dict"),
-            (":misspelt", "returned the key 'tolerence'; expected train"),
+            (":misspelt", "returned the unknown argument 'tolerence'. Did you mean 'tolerance'"),
             (":half", "returned a dict without 'evaluate'"),
             (":training", "tolerance and higher_is_better not given. Type --tolerance 0.005 and --h"),
         ],
