@@ -200,6 +200,16 @@ class TestSeveralBlocks:
         assert far.weights() == [-1, -1]
         assert amp.skipped_steps(optimizer) == 1
 
+    @plain_and_fused
+    def test_gradients_may_be_written_between_blocks_of_several_devices(self, far, make):
+        optimizer = make(far.model.parameters())
+        initialize(far, optimizer)
+        for loss_on in (0, 1, 0):
+            block(far, optimizer, (SCALE, SCALE), loss_on)
+            far.backward((1.0, 1.0))
+        optimizer.step()
+        assert far.weights() == [-5, -5]
+
     def test_unscaling_and_overflow_check_may_be_delayed(self, far):
         optimizer = SGD(far.model.parameters())
         initialize(far, optimizer)

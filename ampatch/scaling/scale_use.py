@@ -151,11 +151,11 @@ class ScaleUse:
         """Returns a copy whose overflow counts only if the gradients still exist.
 
         Args:
-            still: 0-dimensional float32, 1 if they do, else 0.
+            still: 0-dimensional float32, 1 if they do, else 0; on any device.
         """
         assert self.found_inf is not None
         revised = self.confirmed()
-        revised.found_inf = self.found_inf * still
+        revised.found_inf = self.found_inf * on_device(still, self.found_inf.device)
         revised._overflowed = revised._sent = None
         return revised
 

@@ -249,7 +249,8 @@ class ShownGradients:
         if not self._to_tell or is_capturing():
             return
         arrived = [each for each in self._to_tell if each[0].has_arrived]
-        self._to_tell = [each for each in self._to_tell if not each[0].has_arrived]
+        # Each is asked once: one that arrives between two questions would be in neither list.
+        self._to_tell = [each for each in self._to_tell if each not in arrived]
         for message in dict.fromkeys(message for copied, message in arrived if any(copied.values)):
             warn(message)
 

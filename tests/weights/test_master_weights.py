@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import pickle
 import sys
 import types
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.native import extension_kernels, torch_kernels
+from ampatch.native.host_copy import HostCopy
 
 SCALE = 2.0**8
 
@@ -581,6 +583,18 @@ class TestGradients:
         backward(loss_of(model, 1), optimizer)
         with pytest.warns(AmpWarning, match="had left scaled were changed before the next block"):
             optimizer.step()
+
+    def test_a_warning_whose_number_arrives_while_amp_looks_is_not_lost(self, monkeypatch):
+        """As from a GPU, which does not stop between two questions of the host."""
+        asked = itertools.count()
+        monkeypatch.setattr(HostCopy, "has_arrived", property(lambda _: next(asked) > 0))
+        model, optimizer = trainable()
+        backward(loss_of(model), optimizer)
+        backward(loss_of(model), optimizer, delay_unscale=True)
+        next(model.parameters()).grad.mul_(0.5)
+        step(model, optimizer)
+        with pytest.warns(AmpWarning, match="had left scaled were changed before the next block"):
+            step(model, optimizer, 1)
 
     def test_gradients_that_are_pieces_of_one_storage_are_gone_if_cleared(self):
         model, optimizer = trainable(model=nn.ParameterList([torch.ones(3), torch.ones(3)]))
