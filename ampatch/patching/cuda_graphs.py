@@ -1,6 +1,6 @@
 """Supports CUDA graphs: work before a capture, and adopted models in ``torch.cuda.make_graphed_callables``.
 
-Owns the patches of ``CUDAGraph.capture_begin`` and ``make_graphed_callables``. Must capture nothing itself.
+Owns the patches of ``capture_begin`` of torch's graphs, and of ``make_graphed_callables``. Must capture nothing itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from ampatch.patching import adopted_model
 
 
 def announce(ledger: PatchLedger, before_capture: Callable[[], object]) -> None:
-    """Calls a function before each capture of a CUDA graph begins.
+    """Calls a function before each capture of a CUDA graph begins, by either of torch's classes for graphs.
 
     Args:
         ledger: records the patch.
         before_capture: function to call; the stream does not capture yet.
     """
-    if hasattr(graphs.CUDAGraph, "capture_begin"):  # not under `ampatch run --cpu`, where the class only raises
-        ledger.before(graphs.CUDAGraph, "capture_begin", lambda *_, **__: before_capture())
+    # torch.accelerator.Graph is of later versions of torch.
+    for kind in (graphs.CUDAGraph, getattr(torch.accelerator, "Graph", None)):
+        if hasattr(kind, "capture_begin"):  # not under `ampatch run --cpu`, where the first only raises
+            ledger.before(kind, "capture_begin", lambda *_, **__: before_capture())
 
 
 def accept_adopted_models(ledger: PatchLedger, before_capture: Callable[[], bool | None]) -> None:

@@ -108,6 +108,20 @@ def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def capture_by_accelerator(function: Callable[[], object]) -> Any:
+    if not hasattr(torch.accelerator, "Graph"):
+        pytest.skip("this torch has no torch.accelerator.Graph")
+    graph = torch.accelerator.Graph()
+    with torch.cuda.stream(torch.cuda.Stream()), graph:
+        function()
+    return graph
+
+
+EACH_CAPTURE = pytest.mark.parametrize(
+    "capture", [capture, capture_by_accelerator], ids=["torch.cuda.graph", "torch.accelerator.Graph"]
+)
+
+
 def moments(
     device: str,
     make: Callable[..., torch.optim.Optimizer],
@@ -393,7 +407,8 @@ class TestGraphedModels:
 
 
 class TestBeforeACapture:
-    def test_a_capture_drops_kept_casts(self, device):
+    @EACH_CAPTURE
+    def test_a_capture_drops_kept_casts(self, device, capture):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O1", half_dtype=torch.bfloat16)
         loop.warm_up()
         loop.model(loop.input)
@@ -415,7 +430,8 @@ class TestBeforeACapture:
         assert (next(iter(amp.master_params(loop.optimizer))) - 2).abs().max() < 1
         assert_same_bits(weight, master.bfloat16())
 
-    def test_masters_written_through_views_before_a_capture_count(self, device):
+    @EACH_CAPTURE
+    def test_masters_written_through_views_before_a_capture_count(self, device, capture):
         """Which reads from the device, and so is not done within the capture."""
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O2", half_dtype=torch.bfloat16)
         loop.warm_up()

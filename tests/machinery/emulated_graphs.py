@@ -73,6 +73,9 @@ class Graph:
         self._exits = contextlib.ExitStack()
 
     def capture_begin(self, *_: object, **__: object) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         if Graph.capturing is not None:
             _refuse()
         Graph.capturing = self
@@ -96,6 +99,19 @@ class Graph:
 
     def pool(self) -> tuple[int, int]:
         return (0, 0)
+
+
+class AcceleratorGraph(Graph):
+    """In place of ``torch.accelerator.Graph``, which has a ``capture_begin`` of its own."""
+
+    def capture_begin(self) -> None:
+        self._begin()
+
+    def __enter__(self) -> None:
+        self.capture_begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.capture_end()
 
 
 class Stream:
@@ -128,6 +144,7 @@ def install(patches: pytest.MonkeyPatch) -> None:
     }.items():
         patches.setattr(torch.cuda, name, value)
     patches.setattr(torch.cuda.graphs, "CUDAGraph", Graph)
+    patches.setattr(torch.accelerator, "Graph", AcceleratorGraph, raising=False)
     patches.setattr(torch.cuda.graphs, "graph_pool_handle", lambda: (0, 0))
     patches.setattr(torch.cuda.graph, "default_capture_stream", None)
     patches.setattr(torch._C, "_host_emptyCache", _outside_of_captures, raising=False)
