@@ -79,7 +79,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _setting_up = threading.RLock()
 # A child process must not inherit a lock that another thread holds, nor functions of torch that it was patching.
-os.register_at_fork(before=_setting_up.acquire, after_in_parent=_setting_up.release, after_in_child=_setting_up.release)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    _release = _setting_up.release
+    os.register_at_fork(before=_setting_up.acquire, after_in_parent=_release, after_in_child=_release)
 
 
 def in_one_thread(function: _F) -> _F:
