@@ -357,7 +357,7 @@ class ReplicasInBlock:
         Which rank reaches a wrapper under ``no_sync`` may depend on its data, and all must unscale in the same block.
         """
         for group in self._ranks.groups_beside(self._ids) if replicas else ():
-            flags = torch.tensor([float(replica.has_unreduced) for replica in replicas])
+            flags = torch.tensor([float(replica.has_unreduced) for replica in replicas], device="cpu")
             group.reduce_(flags, dist.ReduceOp.MAX)
             for replica, flag in zip(replicas, flags.tolist(), strict=True):
                 replica.has_unreduced = bool(flag)

@@ -117,6 +117,7 @@ OWN_ATTRIBUTES = {
     "torch.cuda": torch.cuda,
     "torch.cuda.graphs": torch.cuda.graphs,
     "torch.cuda.graphs.CUDAGraph": torch.cuda.graphs.CUDAGraph,
+    **({"torch.accelerator.Graph": torch.accelerator.Graph} if hasattr(torch.accelerator, "Graph") else {}),
     "torch.nn.utils.clip_grad": torch.nn.utils.clip_grad,
     "torch.functional": torch.functional,
     "torch.utils": torch.utils,

@@ -86,9 +86,9 @@ class _Walk:
 
     def _opened(self, value: Any) -> Any:
         kind = type(value)
-        if kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make")):
+        if kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
             items = tuple(map(self.replaced, value))
-            return value if _are_same(items, value) else items if kind is tuple else kind._make(items)
+            return value if _are_same(items, value) else items if kind is tuple else kind(*items)
         if kind is functools.partial:
             return self._partial(value)
         if kind is types.FunctionType:

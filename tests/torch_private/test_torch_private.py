@@ -1045,7 +1045,7 @@ def without_gpus() -> None:
         assert nn.DataParallel(nn.Identity()).device_ids == []
 
 
-@shows("distributed", "syncs_gradients", "FLATTENED")
+@shows("distributed", "syncs_gradients", "FLATTENED", "flattened_by")
 def fsdp1() -> None:
     with process_group(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a single rank shards nothing
@@ -1054,6 +1054,11 @@ def fsdp1() -> None:
         with wrapper.no_sync():
             assert not distributed.syncs_gradients(wrapper)
         assert [getattr(each, distributed.FLATTENED) for each in wrapper.parameters()] == [True]
+        for keeps in (False, True):
+            inner = FullyShardedDataParallel(nn.Linear(1, 1), device_id=torch.device("cpu"), use_orig_params=keeps)
+            outer = FullyShardedDataParallel(nn.Sequential(inner), device_id=torch.device("cpu"), use_orig_params=keeps)
+            assert [*map(id, distributed.flattened_by(inner))] == [*map(id, inner.parameters())]
+            assert not distributed.flattened_by(outer)
     assert not hasattr(nn.Linear(1, 1).weight, distributed.FLATTENED)
 
 
